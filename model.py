@@ -7,103 +7,16 @@ There is no batch dimension: activations are (positions, features).
 
 import fast_blas  # noqa: F401  isort: skip  (a fast BLAS on Linux: before mlx.core)
 
-import json
 import math
-from dataclasses import dataclass, fields
-from pathlib import Path
+import os
 
 import mlx.core as mx
 import numpy as np
 
+from checkpoint import EMBEDDINGS, Weights, find_folder, open_tensors, read_config
+
 CHUNK = 256  # the cache grows by this many positions
 MAX_WIDTH = 32  # a pass over more tokens is computed in blocks of this many rows
-
-
-@dataclass(frozen=True)
-class Config:
-    """What the computation needs of a checkpoint's config.json; field names are Hugging Face's."""
-
-    vocab_size: int = 32128
-    d_model: int = 512
-    d_kv: int = 64
-    d_ff: int = 2048
-    num_layers: int = 6
-    num_decoder_layers: int = 6
-    num_heads: int = 8
-    relative_attention_num_buckets: int = 32
-    relative_attention_max_distance: int = 128
-    layer_norm_epsilon: float = 1e-6
-    activation: str = "relu"
-    is_gated: bool = False
-    scale_outputs: bool = True  # times d_model ** -0.5 before the head
-    bias_in_every_layer: bool = False  # umT5
-    start_id: int = 0
-    eos_ids: tuple = (1,)
-    quantization: dict | None = None  # {"group_size": 64, "bits": 4}, written by convert.py
-
-    @staticmethod
-    def from_files(config: dict, generation: dict) -> "Config":
-        """From config.json and generation_config.json ({} where absent); raises ValueError."""
-        kind = config.get("model_type")
-        if kind not in ("t5", "mt5", "umt5"):
-            raise ValueError(f"model_type is {kind!r}; supported are t5, mt5 and umt5")
-        if config.get("is_encoder_decoder") is False:
-            raise ValueError("an encoder-only T5 cannot write text; a decoder is needed")
-        values = {}
-        for field in fields(Config):
-            value = config.get(field.name, field.default)
-            if field.name == "num_decoder_layers" and config.get(field.name) is None:
-                value = values["num_layers"]
-            if field.type in (int, float):
-                allowed = int if field.type is int else (int, float)
-                if isinstance(value, bool) or not isinstance(value, allowed) or not value > 0:
-                    if field.name != "start_id":
-                        raise ValueError(f"config.json: {field.name} must be > 0, not {value!r}")
-            values[field.name] = value
-        buckets = values["relative_attention_num_buckets"]
-        if buckets < 4 or values["relative_attention_max_distance"] <= buckets // 2:
-            raise ValueError(
-                "config.json: relative_attention_num_buckets must be at least 4, and"
-                f" relative_attention_max_distance more than half of it, not {buckets} and"
-                f" {values['relative_attention_max_distance']}"
-            )
-        feed_forward = config.get("feed_forward_proj", "relu" if kind == "t5" else "gated-gelu")
-        gate, _, name = str(feed_forward).rpartition("-")
-        values["activation"] = config.get(
-            "dense_act_fn", "gelu_new" if feed_forward == "gated-gelu" else name
-        )
-        values["is_gated"] = config.get("is_gated_act", gate == "gated")
-        if values["activation"] not in ACTIVATIONS or gate not in ("", "gated"):
-            raise ValueError(
-                f"config.json: unknown activation {values['activation']!r} (feed_forward_proj"
-                f" {feed_forward!r}); known are {', '.join(ACTIVATIONS)}, alone or as gated-..."
-            )
-        # transformers 5 ties every T5, and tells v1.1 by what tie_word_embeddings said in the file.
-        scale = config.get("scale_decoder_outputs", config.get("tie_word_embeddings") is not False)
-        values["scale_outputs"] = kind != "mt5" and bool(scale)
-        values["bias_in_every_layer"] = kind == "umt5"
-
-        def ids(name, default):
-            """A token id or list of ids: generation_config's, else config's, else the default."""
-            found = generation.get(name)
-            if found is None:
-                found = config.get(name, default)
-            listed = found if isinstance(found, list) else [] if found is None else [found]
-            for i in listed:
-                if isinstance(i, bool) or not isinstance(i, int) or i < 0:
-                    raise ValueError(f"{name} must be a token id or a list of ids, not {found!r}")
-            return tuple(listed)
-
-        values["eos_ids"] = ids("eos_token_id", 1)
-        start = config.get("decoder_start_token_id")
-        start = (start,) if start is not None else ids("decoder_start_token_id", None)
-        start = (*start, *ids("pad_token_id", 0), 0)[0]
-        if isinstance(start, bool) or not isinstance(start, int):
-            raise ValueError(f"decoder_start_token_id must be a token id, not {start!r}")
-        if not 0 <= start < values["vocab_size"]:
-            raise ValueError(f"decoder_start_token_id {start} is not below vocab_size")
-        values["start_id"] = start
-        return Config(**values)
 
 
 ACTIVATIONS = {
@@ -117,25 +30,26 @@ ACTIVATIONS["gelu_pytorch_tanh"] = ACTIVATIONS["gelu_new"]
 
 
 class Linear:
-    """x (L, in) -> (L, out), in the weights' precision; weight (out, in), perhaps quantized."""
+    """x (L, columns) -> (L, rows) in the weights' precision, quantized or not.
 
-    def __init__(self, weight, scales=None, biases=None, quantization=None):
-        self.weight, self.scales, self.biases = weight, scales, biases
-        self.quantization = quantization
-        self.dtype = weight.dtype if scales is None else scales.dtype
+    Several matrices of the same input are one product: `rows` is the height of each.
+    """
+
+    def __init__(self, weights, names, rows, columns):
+        self.weight, *self.scales = weights.matrix(names, rows, columns)
+        self.quantization = weights.quantization
+        self.dtype = self.scales[0].dtype if self.scales else self.weight.dtype
 
     def __call__(self, x):
         x = x.astype(self.dtype)
-        if self.scales is None:
-            return x @ self.weight.T
-        return mx.quantized_matmul(x, self.weight, self.scales, self.biases, **self.quantization)
+        if self.scales:
+            return mx.quantized_matmul(x, self.weight, *self.scales, **self.quantization)
+        return x @ self.weight.T
 
-    def rows(self, ids):
-        """Rows of the matrix as they are stored, for the embedding: ids (L,) -> (L, in)."""
-        if self.scales is None:
-            return self.weight[ids]
-        parts = (self.weight[ids], self.scales[ids], self.biases[ids])
-        return mx.dequantize(*parts, **self.quantization)
+    def embed(self, ids):
+        """ids (L,) -> the rows with these numbers (L, columns)"""
+        rows = [part[ids] for part in (self.weight, *self.scales)]
+        return mx.dequantize(*rows, **self.quantization) if self.scales else rows[0]
 
 
 class Attention:
@@ -145,11 +59,11 @@ class Attention:
         self.heads = config.num_heads
         inner, d = config.num_heads * config.d_kv, config.d_model
         if cross:
-            self.q = weights.linear([f"{name}.q"], inner, d)
-            self.kv = weights.linear([f"{name}.k", f"{name}.v"], inner, d)
+            self.q = Linear(weights, [f"{name}.q"], inner, d)
+            self.kv = Linear(weights, [f"{name}.k", f"{name}.v"], inner, d)
         else:
-            self.qkv = weights.linear([f"{name}.q", f"{name}.k", f"{name}.v"], inner, d)
-        self.o = weights.linear([f"{name}.o"], d, inner)
+            self.qkv = Linear(weights, [f"{name}.q", f"{name}.k", f"{name}.v"], inner, d)
+        self.o = Linear(weights, [f"{name}.o"], d, inner)
 
     def split(self, x, parts):
         """(L, parts * heads * d_kv) -> parts arrays (heads, L, d_kv)"""
@@ -166,8 +80,12 @@ class FeedForward:
 
     def __init__(self, config, weights, name):
         names = [f"{name}.wi_0", f"{name}.wi_1"] if config.is_gated else [f"{name}.wi"]
-        self.wi = weights.linear(names, config.d_ff, config.d_model)
-        self.wo = weights.linear([f"{name}.wo"], config.d_model, config.d_ff)
+        self.wi = Linear(weights, names, config.d_ff, config.d_model)
+        self.wo = Linear(weights, [f"{name}.wo"], config.d_model, config.d_ff)
+        if config.activation not in ACTIVATIONS:
+            raise ValueError(
+                f"unknown activation {config.activation!r}; known are {', '.join(ACTIVATIONS)}"
+            )
         self.activation, self.is_gated = ACTIVATIONS[config.activation], config.is_gated
 
     def __call__(self, x):
@@ -316,10 +234,10 @@ class T5:
     def __init__(self, config, weights):
         self.config, self.eos_ids, self.vocab_size = config, config.eos_ids, config.vocab_size
         table = (config.vocab_size, config.d_model)
-        names = [n for n in EMBEDDINGS if n + ".weight" in weights.tensors]
-        self.embedding = weights.linear(names[:1] or EMBEDDINGS[:1], *table)
+        names = [n for n in EMBEDDINGS if n in weights.tensors] or EMBEDDINGS
+        self.embedding = Linear(weights, [names[0].removesuffix(".weight")], *table)
         has_head = "lm_head.weight" in weights.tensors
-        self.head = weights.linear(["lm_head"], *table) if has_head else self.embedding
+        self.head = Linear(weights, ["lm_head"], *table) if has_head else self.embedding
         self.encoder = self._stack(weights, "encoder", config.num_layers)
         self.decoder = self._stack(weights, "decoder", config.num_decoder_layers)
         self.encoder_norm = weights.norm("encoder.final_layer_norm", config.d_model)
@@ -345,7 +263,7 @@ class T5:
     def embed(self, tokens):
         """The residual stream is float32 in every precision: in float16 many T5s overflow it."""
         tokens = mx.minimum(tokens, self.vocab_size - 1)  # out of range, MLX would read garbage
-        return self.embedding.rows(tokens).astype(mx.float32)
+        return self.embedding.embed(tokens).astype(mx.float32)
 
     def encode(self, prompt):
         """prompt (S,) token ids -> (S, d_model)"""
@@ -407,66 +325,33 @@ class T5:
         return self.head(x)[:new]
 
 
-EMBEDDINGS = ["shared", "encoder.embed_tokens", "decoder.embed_tokens"]
-UNUSED = [f"{n}.weight" for n in EMBEDDINGS] + [
-    "decoder.block.0.layer.1.EncDecAttention.relative_attention_bias.weight"
-]
+def load(path_or_id):
+    """A model and its tokenizer, from a local folder or a Hugging Face id.
 
-
-class Weights:
-    """A checkpoint's tensors by Hugging Face name; each is checked, read and dropped in turn."""
-
-    def __init__(self, tensors: dict, quantization=None):
-        self.tensors, self.quantization = tensors, quantization
-        self.unused = {name for name in tensors if name in UNUSED}
-
-    def take(self, name, *shape):
-        if name not in self.tensors:
-            raise ValueError(f"the checkpoint has no tensor {name}")
-        tensor = self.tensors.pop(name)
-        if tensor.shape != shape:
-            raise ValueError(f"{name} has shape {tensor.shape}; config.json asks for {shape}")
-        return tensor
-
-    def norm(self, name, size):
-        return self.take(f"{name}.weight", size).astype(mx.float32)
-
-    def linear(self, names, rows, columns):
-        """Matrices (rows, columns) of the same input, as one of len(names) * rows rows."""
-        if names[0] + ".scales" in self.tensors:
-            group, bits = self.quantization["group_size"], self.quantization["bits"]
-            widths = {"weight": columns * bits // 32} | dict.fromkeys(
-                ["scales", "biases"], columns // group
-            )
-        else:
-            widths = {"weight": columns}
-        parts = []
-        for part, width in widths.items():
-            pieces = [self.take(f"{name}.{part}", rows, width) for name in names]
-            parts.append(pieces[0] if len(pieces) == 1 else mx.concatenate(pieces))
-            mx.eval(parts[-1])
-        return Linear(*parts, quantization=self.quantization if len(parts) > 1 else None)
-
-    def finish(self):
-        left = sorted(set(self.tensors) - self.unused)
-        if left:
-            raise ValueError(f"{left[0]} and {len(left) - 1} other tensors belong to no T5")
-
-
-def load(path_or_id: str):
-    """A T5 and its tokenizer from a local folder or a Hugging Face id.
-
-    Returns (T5, transformers tokenizer). Raises ValueError, in one line, for what is not a T5.
+    Returns (T5, transformers tokenizer). Raises ValueError with one line for whatever is not a T5
+    that can write text. No code that a checkpoint brings along is run.
     """
-    folder = Path(path_or_id)
-    config = json.loads((folder / "config.json").read_text())
-    generation = folder / "generation_config.json"
-    generation = json.loads(generation.read_text()) if generation.exists() else {}
-    tensors = {}
-    for file in sorted(folder.glob("*.safetensors")):
-        tensors |= mx.load(str(file))
-    config = Config.from_files(config, generation)
-    model = T5(config, Weights(tensors, config.quantization))
+    try:
+        folder = find_folder(path_or_id)
+        config = read_config(folder)
+        model = T5(config, Weights(open_tensors(folder), config.quantization))
+        return model, load_tokenizer(folder, config.vocab_size)
+    except ValueError as error:
+        raise ValueError(f"{path_or_id}: {error}") from None
+
+
+def load_tokenizer(folder, vocab_size):
+    """The folder's tokenizer, whose ids must all be below vocab_size."""
+    os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")  # it misses PyTorch, we do not
     from transformers import AutoTokenizer
 
-    return model, AutoTokenizer.from_pretrained(folder, local_files_only=True)
+    try:
+        tokenizer = AutoTokenizer.from_pretrained(
+            str(folder), local_files_only=True, trust_remote_code=False
+        )
+    except Exception as error:
+        reason = (str(error).strip().splitlines() or [type(error).__name__])[0]
+        raise ValueError(f"the tokenizer cannot be loaded: {reason}") from None
+    if len(tokenizer) > vocab_size:
+        raise ValueError(f"the tokenizer has {len(tokenizer)} ids, the model only {vocab_size}")
+    return tokenizer
