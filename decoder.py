@@ -1,0 +1,352 @@
+"""Plain and speculative decoding: one loop that drafts, verifies and accepts.
+
+A drafter proposes a few tokens, the target model verifies all of them in one pass, and what the
+target would have written itself is accepted (Leviathan et al. 2023, Chen et al. 2023). This file
+knows token ids only, and asks of a model no more than
+
+    cache, token = model.start(prompt)      # (S,) uint32 -> fresh cache, first token to feed (1,)
+    logits = model.decode(tokens, cache)    # (L,) uint32 -> (L, vocab); the cache grows by L
+    cache.trim(n)                           # forget the last n tokens
+"""
+
+import functools
+import math
+import time
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import mlx.core as mx
+
+
+class Token(NamedTuple):
+    """A token of the output: its id, and whether it was drafted (and accepted)."""
+
+    id: int
+    drafted: bool
+
+
+@dataclass
+class Stats:
+    """What a stream has done so far. Complete when the stream has ended."""
+
+    prompt_tokens: int = 0
+    tokens: int = 0  # yielded; an EOS is not
+    passes: int = 0  # of the target model
+    drafted: int = 0  # draft tokens verified, up to an accepted EOS
+    accepted: int = 0  # drafted tokens that were yielded
+    seconds: float = 0.0  # from the call of stream() to the last token, encoding included
+    stop: str | None = None  # "eos" or "length"
+
+    @property
+    def tokens_per_pass(self):
+        return self.tokens / self.passes if self.passes else 0.0
+
+    @property
+    def acceptance_rate(self):
+        return self.accepted / self.drafted if self.drafted else 0.0
+
+    @property
+    def tokens_per_second(self):
+        return self.tokens / self.seconds if self.seconds else 0.0
+
+
+class Stream:
+    """An iterator over Token with the statistics beside it."""
+
+    def __init__(self, tokens, stats):
+        self._tokens, self.stats = tokens, stats
+
+    def __iter__(self):
+        return self
+
+    def __next__(self):
+        return next(self._tokens)
+
+    def close(self):
+        self._tokens.close()
+
+
+def read(*arrays):
+    """The one place where the host waits for the device: evaluates all, returns Python values."""
+    mx.eval(*arrays)
+    return [a.tolist() for a in arrays]
+
+
+class Sampler:
+    """The choice of a token from logits: argmax at temperature 0, else a sample.
+
+    The sample at output position t is argmax(log p_t + g_t) with Gumbel noise g_t that depends on
+    the seed and t only (the Gumbel-max trick). Whoever decides about position t, with drafts or
+    without, draws the same g_t, so that the text depends on the seed alone. Of equal scores the
+    lowest id wins.
+    """
+
+    def __init__(self, temp=0.0, top_p=1.0, top_k=0, seed=0):
+        if not (0 <= temp < math.inf):
+            raise ValueError(f"temp is {temp}: it must be 0 or more (0: the most likely token)")
+        if not 0 < top_p <= 1:
+            raise ValueError(f"top_p is {top_p}: it must be in (0, 1] (1: all tokens)")
+        if top_k < 0:
+            raise ValueError(f"top_k is {top_k}: it must be 0 or more (0: all tokens)")
+        if not 0 <= seed < 2**32:
+            raise ValueError(f"seed is {seed}: it must be in [0, 2**32)")
+        self.temp, self.top_p, self.top_k, self.seed = temp, top_p, top_k, seed
+        self.noise = functools.lru_cache(maxsize=64)(self._noise)
+
+    def _noise(self, position, width):
+        # Random values depend on the shape asked for: always one position at a time.
+        return mx.random.gumbel((width,), key=mx.array([self.seed, position], mx.uint32))
+
+    def scores(self, logits):
+        """Logits (L, V) -> unnormalized log p (L, V) after temperature, top-k and top-p."""
+        if self.temp == 0:
+            return logits
+        scores = logits.astype(mx.float32)
+        scores = (scores - mx.max(scores, axis=-1, keepdims=True)) / self.temp
+        if 0 < self.top_k < scores.shape[-1]:
+            kth = mx.min(mx.topk(scores, self.top_k, axis=-1), axis=-1, keepdims=True)
+            scores = mx.where(scores >= kth, scores, -math.inf)
+        if self.top_p < 1:
+            ordered = -mx.sort(-scores, axis=-1)
+            p = mx.softmax(ordered, axis=-1, precise=True)
+            before = mx.cumsum(p, axis=-1) - p  # the mass of what is more likely
+            last = mx.sum(before < self.top_p, axis=-1, keepdims=True) - 1
+            least = mx.take_along_axis(ordered, mx.maximum(last, 0), axis=-1)
+            scores = mx.where(scores >= least, scores, -math.inf)
+        return scores
+
+    def choose(self, scores, position, width=None):
+        """Scores (L, V) of output positions position … -> tokens (L,) uint32, their values (L,).
+
+        The noise is drawn at `width`, the target's, and cut or extended to V. A value that is
+        not finite tells that the logits were not.
+        """
+        if self.temp > 0:
+            length, size = scores.shape
+            width = width or size
+            g = mx.stack([self.noise(position + i, width) for i in range(length)])
+            if size > width:
+                g = mx.pad(g, ((0, 0), (0, size - width)))
+            scores = scores + g[:, :size]
+        tokens = mx.argmax(scores, axis=-1)
+        return tokens, mx.take_along_axis(scores, tokens[:, None], axis=-1)[:, 0]
+
+
+class DraftLength:
+    """How many tokens to draft next. (Placeholder: the ceiling.)"""
+
+    def __init__(self, ceiling=10, fixed=False, cost=None):
+        self.ceiling = ceiling
+
+    def choose(self, evidence, limit):
+        return min(limit, self.ceiling)
+
+    def update(self, evidence, drafted, accepted):
+        pass
+
+    def timed(self, drafted, seconds):
+        pass
+
+
+class Decoder:
+    """Plain decoding with the target model: one token per pass.
+
+    Args:
+        model: The target model, with the three calls above.
+        eos_id: Token id that ends the text, several of them, or None.
+        temp, top_p, top_k, seed: See Sampler. At temp 0 the others do nothing.
+
+    Raises ValueError where an argument is out of its range.
+    """
+
+    def __init__(self, model, eos_id=1, temp=0.0, top_p=1.0, top_k=0, seed=0):
+        self.model = model
+        self.eos_ids = {eos_id} if isinstance(eos_id, int) else set(eos_id or ())
+        self.sampler = Sampler(temp, top_p, top_k, seed)
+
+    def stream(self, prompt, max_tokens=200):
+        """Starts writing.
+
+        Args:
+            prompt: Token ids, (S,) uint32, S > 0.
+            max_tokens: Never more tokens than this.
+
+        Returns an iterator over Token, with `stats`.
+        """
+        return self._stream(self._plain, prompt, max_tokens)
+
+    def _stream(self, generate, prompt, max_tokens, *args):
+        began = time.perf_counter()
+        prompt = prompt if isinstance(prompt, mx.array) else mx.array(prompt, mx.uint32)
+        if prompt.ndim != 1 or prompt.size == 0:
+            raise ValueError(f"the prompt has shape {prompt.shape}: it must be (S,) with S > 0")
+        if max_tokens < 0:
+            raise ValueError(f"max_tokens is {max_tokens}: it must be 0 or more")
+        stats = Stats(prompt_tokens=prompt.size, stop="length" if max_tokens == 0 else None)
+        if max_tokens == 0:
+            return Stream((t for t in ()), stats)
+        cache, token = self.model.start(prompt)
+        passes = generate(cache, token, prompt, max_tokens, *args)
+        return Stream(self._tokens(passes, max_tokens, stats, began), stats)
+
+    def _tokens(self, passes, max_tokens, stats, began):
+        """Counts and yields the tokens of passes: (output ids, of them drafted, draft length)."""
+        for output, accepted, drafted in passes:
+            stats.passes += 1
+            stats.drafted += drafted
+            stats.seconds = time.perf_counter() - began
+            for i, token in enumerate(output):
+                if token in self.eos_ids:
+                    if i < accepted:
+                        stats.drafted -= drafted - i
+                    stats.stop = "eos"
+                    return
+                stats.tokens += 1
+                stats.accepted += i < accepted
+                if stats.tokens == max_tokens:
+                    stats.stop = "length"
+                yield Token(token, i < accepted)
+            if stats.stop:
+                return
+
+    def _check(self, values, logits):
+        if not all(map(math.isfinite, values)):
+            raise ValueError(
+                f"the model's logits are not finite in {str(logits.dtype).split('.')[-1]}: "
+                "convert it to bfloat16 or float32"
+            )
+
+    def _plain(self, cache, token, prompt, max_tokens):
+        """One token per pass; the next pass is under way while the caller has the last token."""
+        ahead = None
+        for position in range(max_tokens + 1):
+            current = ahead
+            if position < max_tokens:
+                logits = self.model.decode(token, cache)
+                token, value = self.sampler.choose(self.sampler.scores(logits), position)
+                mx.async_eval(token, value)
+                ahead = token, value
+            if current:
+                output, values = read(*current)
+                self._check(values, logits)
+                yield output, 0, 0
+
+
+class DraftingDecoder(Decoder):
+    """The draft -> verify -> accept loop; what drafts is a drafter (see _drafter).
+
+    Args:
+        num_draft: The most tokens to draft for a pass; None: automatic; 0: plain decoding.
+        fixed_draft: Always draft as many as num_draft (10 if None) and the drafter allow.
+        delta: Lenience: a draft token x is also accepted when p(x) >= (1 - delta) p(y), y being
+            the target's choice. At 0 the text is what the target alone would write.
+    """
+
+    def __init__(self, model, eos_id=1, num_draft=None, fixed_draft=False, delta=0.0, **sampling):
+        super().__init__(model, eos_id, **sampling)
+        if num_draft is not None and num_draft < 0:
+            raise ValueError(f"num_draft is {num_draft}: it must be 0 or more, or None")
+        if not 0 <= delta <= 1:
+            raise ValueError(f"delta is {delta}: it must be in [0, 1]")
+        self.num_draft, self.fixed_draft, self.delta = num_draft, fixed_draft, delta
+        self.policy = self._policy()
+
+    def _policy(self):
+        ceiling = self.num_draft
+        if ceiling is None:
+            ceiling = 10
+        return DraftLength(ceiling, self.fixed_draft)
+
+    def _accept(self, scores, choice, draft):
+        """How many draft tokens are accepted. scores (k+1, V), choice (k+1,), draft (k,) -> ()."""
+        same = draft == choice[:-1]
+        if self.delta > 0:
+            of_draft = mx.take_along_axis(scores[:-1], draft[:, None], axis=-1)[:, 0]
+            of_choice = mx.take_along_axis(scores[:-1], choice[:-1, None], axis=-1)[:, 0]
+            floor = math.log1p(-self.delta) if self.delta < 1 else -math.inf
+            same = same | (of_draft >= of_choice + floor)
+        return mx.sum(mx.cumprod(same.astype(mx.int32)))
+
+    def _draft(self, cache, token, prompt, max_tokens, drafter):
+        policy = self.policy if self.delta == 0 else self._policy()
+        position = 0
+        while position < max_tokens:
+            k = policy.choose(drafter.evidence, min(drafter.limit, max_tokens - position - 1))
+            began = time.perf_counter()
+            draft = drafter.draft(k, position)
+            logits = self.model.decode(mx.concatenate([token, draft]), cache)
+            scores = self.sampler.scores(logits)
+            choice, values = self.sampler.choose(scores, position)
+            accepted = self._accept(scores, choice, draft) if k else mx.array(0)
+            output = mx.where(mx.arange(k + 1) < accepted, mx.pad(draft, (0, 1)), choice)
+            found = drafter.follow(output, accepted)
+            output, n, values, *found = read(output, accepted, values, *found)
+            policy.timed(k, time.perf_counter() - began)
+            policy.update(drafter.evidence, k, n)
+            output = output[: n + 1]
+            self._check(values[: n + 1], logits)
+            cache.trim(k - n)
+            drafter.settle(output, k, found)
+            token = mx.array(output[-1:], mx.uint32)
+            position += n + 1
+            yield output, n, k
+
+
+class SpeculativeDecoder(DraftingDecoder):
+    """Speculative decoding: a smaller model with the same vocabulary drafts.
+
+    Args: as for Decoder and DraftingDecoder, and draft_model, a model like the target.
+    """
+
+    def __init__(self, model, draft_model, eos_id=1, **options):
+        super().__init__(model, eos_id, **options)
+        self.draft_model = draft_model
+
+    def stream(self, prompt, max_tokens=200):
+        if self.num_draft == 0:
+            return super().stream(prompt, max_tokens)
+        return self._stream(self._speculate, prompt, max_tokens)
+
+    def _speculate(self, cache, token, prompt, max_tokens):
+        width = getattr(self.model, "vocab_size", None)
+        drafter = ModelDrafter(self.draft_model, self.sampler, prompt, width)
+        return self._draft(cache, token, prompt, max_tokens, drafter)
+
+
+class ModelDrafter:
+    """Drafts with a model whose cache holds the text so far but for the tokens in `unfed`."""
+
+    evidence = None
+    limit = math.inf
+
+    def __init__(self, model, sampler, prompt, width):
+        self.model, self.sampler, self.prompt, self.width = model, sampler, prompt, width
+        self.cache, self.unfed = None, []
+
+    def draft(self, k, position):
+        """k tokens for output positions position …, (k,) uint32, not evaluated."""
+        if k == 0:
+            return mx.zeros((0,), mx.uint32)
+        tokens = mx.array(self.unfed, mx.uint32)
+        if self.cache is None:  # the prompt is encoded when it is needed first
+            self.cache, start = self.model.start(self.prompt)
+            tokens = mx.concatenate([start, tokens])
+        draft = []
+        for i in range(k):
+            logits = self.model.decode(tokens, self.cache)[-1:, : self.width]
+            scores = self.sampler.scores(logits)
+            tokens, _ = self.sampler.choose(scores, position + i, self.width)
+            draft.append(tokens)
+        return mx.concatenate(draft)
+
+    def follow(self, output, accepted):
+        return ()
+
+    def settle(self, output, k, found):
+        """After a pass that wrote output: n accepted draft tokens of k, and one more."""
+        if k == 0:
+            self.unfed += output
+            return
+        n = len(output) - 1
+        self.cache.trim(max(k - 1 - n, 0))  # the last draft token was never fed
+        self.unfed = output[n - 1 :] if n == k else output[n:]
