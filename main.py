@@ -1,0 +1,335 @@
+"""Write text with a T5 in fewer passes: `python main.py --prompt "..." --color`."""
+
+import argparse
+import json
+import math
+import os
+import re
+import sys
+import warnings
+from itertools import groupby
+
+DEFAULT_MODEL = os.path.join(os.path.dirname(os.path.abspath(__file__)), "demo", "t5-demo")
+DEFAULT_PROMPT = "replace censer with era: Perfume especially with a censer."
+# An underline, since hue alone is lost on some readers; magenta contrasts with black and white.
+DRAFTED, RESET = "\033[4;35m", "\033[0m"
+
+
+class TextStream:
+    """Token ids in, printable text out, as early as it is certain.
+
+    Decoding is not append-only: T5 drops the space before a piece that is decoded alone, and a
+    character can take several tokens. So each token is decoded behind a few before it, and what it
+    adds is printed. What a later token may still change is held back: an unfinished character (it
+    decodes to U+FFFD), and a run of byte-fallback tokens (one bad byte spoils all its characters).
+    All pieces together are `tokenizer.decode(ids, skip_special_tokens=True)`.
+    """
+
+    CONTEXT = 8  # tokens to decode behind; a character has at most 4 bytes
+
+    def __init__(self, tokenizer):
+        self.tokenizer = tokenizer
+        added = tokenizer.added_tokens_decoder
+        self.special = {i for i, t in added.items() if t.special} | set(tokenizer.all_special_ids)
+        # ByT5 would read an id that only pads the model's table as a byte beyond 255.
+        self.size = math.inf if tokenizer.is_fast else len(tokenizer)
+        self.ids, self.drafted = [], []  # a window: the context, then `fresh` tokens not printed
+        self.fresh = self.printed = 0  # printed: how many of the window's characters are out
+
+    def push(self, token_id, drafted=False):
+        """The next token -> [(text, drafted)]: what can be printed now, maybe nothing."""
+        token = self.tokenizer.convert_ids_to_tokens(token_id)
+        if token is None or token_id in self.special or token_id >= self.size:
+            return []
+        self.ids.append(token_id)
+        self.drafted.append(drafted)
+        self.fresh += 1
+        return [] if re.fullmatch("<0x[0-9A-F]{2}>", token) else self._print(hold=True)
+
+    def finish(self):
+        """The text has ended -> [(text, drafted)]: the rest."""
+        return self._print(hold=False) if self.fresh else []
+
+    def _decode(self, ids):
+        options = {"skip_special_tokens": True, "clean_up_tokenization_spaces": False}
+        return self.tokenizer.decode(ids, **options)
+
+    def _print(self, hold):
+        text = self._decode(self.ids)
+        end = len(text) - (hold and text.endswith("\ufffd"))
+        pieces = self._mark(text, end)
+        self.printed = end
+        self.fresh = 0 if end == len(text) else min(self.fresh, self.CONTEXT)
+        if len(self.ids) > 4 * self.CONTEXT:  # a token's cost must not grow with the text
+            self.ids, self.drafted = self.ids[-self.CONTEXT :], self.drafted[-self.CONTEXT :]
+            self.printed = len(self._decode(self.ids)) - (len(text) - end)
+        return pieces
+
+    def _mark(self, text, end):
+        """text[printed:end] as [(text, drafted)]; a character is drafted if all its tokens are."""
+        first = len(self.ids) - self.fresh
+        if len(set(self.drafted[first:])) == 1:
+            return [(text[self.printed : end], self.drafted[-1])] if end > self.printed else []
+        marks, done = [], self.printed
+        for i in range(first, len(self.ids)):
+            part = self._decode(self.ids[: i + 1])
+            while done < min(end, len(os.path.commonprefix([part, text]))):  # it ends in token i
+                marks.append((text[done], all(self.drafted[first : i + 1])))
+                done += 1
+                first = i if len(part) > done else i + 1  # where the next character begins
+        runs = groupby(marks, key=lambda mark: mark[1])
+        return [("".join(c for c, _ in run), drafted) for drafted, run in runs]
+
+
+def number(kind, low, high=math.inf):
+    """An argparse type: a number from low to high."""
+
+    def parse(text):
+        if not low <= kind(text) <= high:
+            raise argparse.ArgumentTypeError(f"{text} is not in [{low}, {high}]")
+        return kind(text)
+
+    parse.__name__ = kind.__name__  # argparse names it where kind() fails
+    return parse
+
+
+def draft_length(text):
+    return None if text == "auto" else number(int, 0)(text)
+
+
+class Parser(argparse.ArgumentParser):
+    def error(self, message):
+        self.exit(2, f"{self.prog}: error: {message}\n")
+
+
+def parse_arguments(argv=None):
+    """The options, checked together; which ones have no effect is said on standard error."""
+    parser = Parser(
+        prog="main.py",
+        usage="%(prog)s [options]",
+        description="Write text with a T5 in fewer passes, by prompt lookup decoding or, given a"
+        " draft model (each a folder or a Hugging Face id), speculative decoding.",
+        formatter_class=lambda prog: argparse.HelpFormatter(prog, max_help_position=26),
+        allow_abbrev=False,
+    )
+    add = (group := parser.add_argument_group("text")).add_argument
+    add("--model", "--model-name", default=DEFAULT_MODEL, metavar="M", help="target model (demo)")
+    add("-m", "--max-tokens", type=number(int, 0), default=200, metavar="N", help="at most (200)")
+    add = group.add_mutually_exclusive_group().add_argument
+    add("--prompt", metavar="TEXT", help="the prompt; - reads standard input (an example)")
+    add("--prompt-file", metavar="FILE", help="a file with the prompt")
+    add("--prompts-file", metavar="FILE", help='lines of {"prompt": TEXT}; one JSON result each')
+
+    add = parser.add_argument_group("drafting").add_argument
+    add("--draft-model", "--draft-model-name", metavar="M", help="a smaller model, to draft")
+    names = "-n", "--num-draft", "--n-draft", "--num-draft-tokens"
+    add(*names, type=draft_length, metavar="N", help="draft at most N tokens for a pass (auto)")
+    add("--fixed-draft", action="store_true", help="draft N (10) whether or not it pays")
+    add("--ngram-max", type=number(int, 1), default=16, metavar="N", help="longest n-gram (16)")
+    add("--ngram-min", type=number(int, 1), default=1, metavar="N", help="shortest n-gram (1)")
+    add("--reference", metavar="FILE", help="another text to look up drafts in")
+    add("--delta", type=number(float, 0, 1), default=0.0, metavar="D", help="lenience (0)")
+    add("--regular-decode", action="store_true", help="plain decoding, without drafts")
+
+    add = parser.add_argument_group("sampling").add_argument
+    add("--temp", type=number(float, 0), default=0.0, metavar="T", help="temperature (0)")
+    add("--top-p", type=number(float, 1e-6, 1), default=1.0, metavar="P", help="(1: all tokens)")
+    add("--top-k", type=number(int, 0), default=0, metavar="K", help="(0: all tokens)")
+    add("--seed", type=number(int, 0, 2**32 - 1), default=0, metavar="S", help="(0)")
+
+    add = parser.add_argument_group("output").add_argument
+    add("--color", action=argparse.BooleanOptionalAction, help="mark drafted text (on terminals)")
+    add("--compare", action="store_true", help="plain decoding, too: both times, their ratio")
+    add("--json", action="store_true", help="one JSON object instead of the text")
+
+    args = parser.parse_args(argv)
+    if args.ngram_min > args.ngram_max:
+        parser.error(f"--ngram-min {args.ngram_min} is above --ngram-max {args.ngram_max}")
+    lookup = ["ngram_max", "ngram_min", "reference"]
+    drafting = ["draft_model", "num_draft", "fixed_draft", "delta", *lookup]
+    for names, void, why in [
+        (drafting, args.regular_decode, "with --regular-decode"),
+        (lookup, args.draft_model and not args.regular_decode, "with --draft-model"),
+        (["top_p", "top_k", "seed"], args.temp == 0, "at --temp 0"),
+        (["color"], args.json or args.prompts_file, "on JSON"),
+    ]:
+        for name in names if void else []:
+            if getattr(args, name) != parser.get_default(name):
+                print(f"note: --{name.replace('_', '-')} has no effect {why}", file=sys.stderr)
+    return args
+
+
+def read_text(path):
+    """The text of a file (-: standard input) without the line break at its end."""
+    try:
+        with sys.stdin.buffer if path == "-" else open(path, "rb") as file:
+            return re.sub("\r?\n$", "", file.read().decode("utf-8-sig"))
+    except OSError as error:
+        raise ValueError(f"cannot read {path}: {error.strerror}") from None
+    except UnicodeDecodeError as error:
+        raise ValueError(f"{path} is not UTF-8: {error}") from None
+
+
+def read_prompts(args):
+    """[(where it stands, prompt)]"""
+    if args.prompts_file is not None:
+        prompts = []
+        for i, line in enumerate(read_text(args.prompts_file).split("\n"), 1):
+            where = f"line {i} of {args.prompts_file}"
+            try:
+                prompts += [(where, json.loads(line)["prompt"] + "")] if line.strip() else []
+            except (ValueError, LookupError, TypeError):
+                raise ValueError(f'{where} is not {{"prompt": TEXT}}') from None
+        return prompts
+    path = "-" if args.prompt == "-" else args.prompt_file
+    if path is not None:
+        return [(path, read_text(path))]
+    return [("--prompt", DEFAULT_PROMPT if args.prompt is None else args.prompt)]
+
+
+def encode(tokenizer, where, text):
+    """Text -> its token ids, a list that ends with one EOS. ValueError where there is no text."""
+    ids = tokenizer(text.encode(errors="replace").decode(), verbose=False).input_ids
+    while ids[-2:] == [tokenizer.eos_token_id] * 2:  # the text had its own
+        ids.pop()
+    if not set(ids) - set(tokenizer("").input_ids):
+        raise ValueError(f"{where}: the text is empty")
+    return ids
+
+
+def check_draft(model, tokenizer, draft_model, draft_tokenizer):
+    """ValueError unless the tokens are the same; how their tables are padded does not matter."""
+    different = tokenizer.get_vocab().items() ^ draft_tokenizer.get_vocab().items()
+    for token, i in sorted(different, key=lambda item: item[1])[:1]:
+        raise ValueError(f"only one of target and draft model has the token {i}, {token!r}")
+    names = ["eos_token_id", "pad_token_id", "unk_token_id", "eos_ids", "start_id"]
+    for sides in [(tokenizer, draft_tokenizer), (model.config, draft_model.config)]:
+        for name in (name for name in names if hasattr(sides[0], name)):
+            ours, theirs = (getattr(side, name) for side in sides)
+            if ours != theirs:
+                raise ValueError(f"{name} is {ours} in the target, {theirs} in the draft model")
+
+
+def load_models(args):
+    """-> (tokenizer, mode, make); make(mode) is a new decoder."""
+    warnings.simplefilter("ignore")
+    os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")
+    if not sys.stderr.isatty():
+        os.environ.setdefault("HF_HUB_DISABLE_PROGRESS_BARS", "1")
+    import fast_blas  # noqa: F401  isort: skip  (before mlx.core)
+    from decoder import Decoder, SpeculativeDecoder
+    from model import load
+    from prompt_lookup import PromptLookupDecoder
+
+    model, tokenizer = load(args.model)
+    mode = "regular" if args.regular_decode else "prompt-lookup"
+    if args.draft_model is not None and not args.regular_decode:
+        mode, (draft_model, draft_tokenizer) = "speculative", load(args.draft_model)
+        check_draft(model, tokenizer, draft_model, draft_tokenizer)
+
+    sampling = {name: getattr(args, name) for name in ("temp", "top_p", "top_k", "seed")}
+    drafting = {name: getattr(args, name) for name in ("num_draft", "fixed_draft", "delta")}
+    ngrams = {"ngram_max": args.ngram_max, "ngram_min": args.ngram_min}
+
+    def make(mode):
+        if mode == "regular":
+            return Decoder(model, model.eos_ids, **sampling)
+        if mode == "speculative":
+            return SpeculativeDecoder(model, draft_model, model.eos_ids, **drafting, **sampling)
+        return PromptLookupDecoder(model, model.eos_ids, **ngrams, **drafting, **sampling)
+
+    return tokenizer, mode, make
+
+
+def write(tokenizer, mode, stream, show):
+    """Shows a stream's text as it comes -> the result, a dict, and a line of statistics."""
+    text, ids, written = TextStream(tokenizer), [], []
+
+    def pieces():
+        for token in stream:
+            ids.append(token.id)
+            yield from text.push(token.id, token.drafted)
+        yield from text.finish()
+
+    for piece, drafted in pieces():
+        written.append(piece)
+        show(piece, drafted)
+    s = stream.stats
+    line = f"{mode}: {s.tokens} tokens, {s.passes} passes, {s.tokens_per_pass:.2f} tokens per pass"
+    if mode != "regular":
+        line += f", {s.accepted} of {s.drafted} drafted accepted ({s.acceptance_rate:.0%})"
+    line += f", {s.tokens_per_second:.1f} tokens/s in {s.seconds:.3f} s"
+    line += ", cut by --max-tokens" * (s.stop == "length")
+    names = "tokens passes drafted accepted prompt_tokens seconds tokens_per_second stop".split()
+    result = {"text": "".join(written), "token_ids": ids, "mode": mode}
+    return result | {name: getattr(s, name) for name in names}, line
+
+
+def run(args, color):
+    prompts = read_prompts(args)
+    reference = None if args.reference is None else read_text(args.reference)
+    tokenizer, mode, make = load_models(args)
+    import mlx.core as mx
+
+    prompts = [mx.array(encode(tokenizer, *prompt), mx.uint32) for prompt in prompts]
+    extra = {}
+    if reference is not None and mode == "prompt-lookup":
+        extra["reference"] = mx.array(encode(tokenizer, args.reference, reference), mx.uint32)
+    for decoder in (make(mode), make("regular")) if args.compare and prompts else ():
+        list(decoder.stream(prompts[0], max_tokens=min(16, args.max_tokens)))  # warm both up
+    decoder, regular = make(mode), make("regular")
+
+    def show(piece, drafted=False):  # style and reset in one write, so that none is left on
+        sys.stdout.write(f"{DRAFTED}{piece}{RESET}" if color and drafted else piece)
+        sys.stdout.flush()
+
+    as_json = args.json or args.prompts_file is not None
+    for i, prompt in enumerate(prompts, 1):
+        stream = decoder.stream(prompt, max_tokens=args.max_tokens, **extra)
+        result, line = write(tokenizer, mode, stream, (lambda *_: None) if as_json else show)
+        if not as_json:
+            legend = f"{DRAFTED}drafted and accepted{RESET}, the target model's own\n"
+            show("\n")
+            print(legend * (color and mode != "regular") + line, file=sys.stderr)
+        if args.compare:
+            stream = regular.stream(prompt, max_tokens=args.max_tokens)
+            plain, line = write(tokenizer, "regular", stream, lambda *_: None)
+            speedup = plain["seconds"] / result["seconds"] if result["seconds"] else 0.0
+            same = plain["token_ids"] == result["token_ids"]
+            result |= {"regular": plain, "identical": same, "speedup": speedup}
+            if not as_json:
+                verdict = "identical texts" if same else "the texts DIFFER"
+                print(f"{line}\nspeedup: {speedup:.2f}x, {verdict}", file=sys.stderr)
+        if as_json:
+            show(json.dumps(result) + "\n")
+        if args.prompts_file is not None and sys.stderr.isatty():
+            bar = f"\r[{'#' * (30 * i // len(prompts)):<30}] {i}/{len(prompts)}"
+            print(bar, end="\n" * (i == len(prompts)), file=sys.stderr, flush=True)
+
+
+def main(argv=None):
+    """Exit status: 0, also where the reader of a pipe has gone; 2 for bad input; 130 for Ctrl-C."""
+    args = parse_arguments(argv)
+    no_color = os.environ.get("NO_COLOR") or os.environ.get("TERM") == "dumb"
+    color = sys.stdout.isatty() and not no_color if args.color is None else args.color
+    sys.stdout.reconfigure(errors="replace")
+    try:
+        run(args, color)
+        return 0
+    except KeyboardInterrupt:
+        status = 130
+    except BrokenPipeError:
+        status = 0
+    except (ValueError, OSError) as error:
+        print(f"main.py: error: {' '.join(str(error).split())}", file=sys.stderr)
+        return 2
+    for stream in sys.stdout, sys.stderr:  # the style off; what is left has no reader
+        if stream.isatty():
+            print(RESET * color, file=stream, flush=True)
+        else:
+            os.dup2(os.open(os.devnull, os.O_WRONLY), stream.fileno())
+    return status
+
+
+if __name__ == "__main__":
+    sys.exit(main())
