@@ -59,24 +59,27 @@ class TextStream:
         end = len(text) - (hold and text.endswith("\ufffd"))
         pieces = self._mark(text, end)
         self.printed = end
-        self.fresh = 0 if end == len(text) else min(self.fresh, self.CONTEXT)
         if len(self.ids) > 4 * self.CONTEXT:  # a token's cost must not grow with the text
             self.ids, self.drafted = self.ids[-self.CONTEXT :], self.drafted[-self.CONTEXT :]
+            self.fresh = min(self.fresh, self.CONTEXT)
             self.printed = len(self._decode(self.ids)) - (len(text) - end)
         return pieces
 
     def _mark(self, text, end):
         """text[printed:end] as [(text, drafted)]; a character is drafted if all its tokens are."""
-        first = len(self.ids) - self.fresh
+        first, done, marks = len(self.ids) - self.fresh, self.printed, []
         if len(set(self.drafted[first:])) == 1:
-            return [(text[self.printed : end], self.drafted[-1])] if end > self.printed else []
-        marks, done = [], self.printed
+            # A token without text is silent (T5's first space) or, in ByT5, a character's first.
+            if end == len(text) and (end > done or self.tokenizer.is_fast):
+                self.fresh = 0
+            return [(text[done:end], self.drafted[-1])] if end > done else []
         for i in range(first, len(self.ids)):
             part = self._decode(self.ids[: i + 1])
             while done < min(end, len(os.path.commonprefix([part, text]))):  # it ends in token i
                 marks.append((text[done], all(self.drafted[first : i + 1])))
                 done += 1
                 first = i if len(part) > done else i + 1  # where the next character begins
+        self.fresh = len(self.ids) - first
         runs = groupby(marks, key=lambda mark: mark[1])
         return [("".join(c for c, _ in run), drafted) for drafted, run in runs]
 
