@@ -281,10 +281,11 @@ class Weights:
         """The scale of an RMSNorm (size,), float32 in every precision."""
         return self.take(f"{name}.weight", size).astype(mx.float32)
 
-    def matrix(self, names, rows, columns):
+    def matrix(self, names, rows, columns, widen=False):
         """Matrices (rows, columns) that share their input, as one of len(names) * rows rows.
 
-        -> [weight], or [weight, scales, biases] where convert.py has quantized it.
+        -> [weight], or [weight, scales, biases] where convert.py has quantized it. `widen`: what
+        computes in float16 is cast to float32.
         """
         parts = {"weight": (columns, {})}
         if f"{names[0]}.scales" in self.tensors:
@@ -298,6 +299,8 @@ class Weights:
         for part, (width, kind) in parts.items():
             pieces = [self.take(f"{name}.{part}", rows, width, **kind) for name in names]
             arrays.append(pieces[0] if len(pieces) == 1 else mx.concatenate(pieces))
+            if widen and arrays[-1].dtype == mx.float16:
+                arrays[-1] = arrays[-1].astype(mx.float32)
             mx.eval(arrays[-1])  # here, so that the pieces can go
         return arrays
 

@@ -35,8 +35,8 @@ class Linear:
     Several matrices of the same input are one product: `rows` is the height of each.
     """
 
-    def __init__(self, weights, names, rows, columns):
-        self.weight, *self.scales = weights.matrix(names, rows, columns)
+    def __init__(self, weights, names, rows, columns, widen=False):
+        self.weight, *self.scales = weights.matrix(names, rows, columns, widen)
         self.quantization = weights.quantization
         self.dtype = self.scales[0].dtype if self.scales else self.weight.dtype
 
@@ -71,6 +71,8 @@ class Attention:
 
     def attend(self, q, k, v, bias=None):
         """q (heads, L, d_kv); k, v (heads, S, d_kv); bias (heads, L, S) -> (L, d_model)"""
+        if bias is not None:
+            bias = bias.astype(q.dtype)[None]
         y = mx.fast.scaled_dot_product_attention(q[None], k[None], v[None], scale=1.0, mask=bias)
         return self.o(y[0].transpose(1, 0, 2).reshape(q.shape[1], -1))
 
@@ -81,7 +83,8 @@ class FeedForward:
     def __init__(self, config, weights, name):
         names = [f"{name}.wi_0", f"{name}.wi_1"] if config.is_gated else [f"{name}.wi"]
         self.wi = Linear(weights, names, config.d_ff, config.d_model)
-        self.wo = Linear(weights, [f"{name}.wo"], config.d_model, config.d_ff)
+        # In float16 the product with wo overflows in many T5s; that matrix is widened to float32.
+        self.wo = Linear(weights, [f"{name}.wo"], config.d_model, config.d_ff, widen=True)
         if config.activation not in ACTIVATIONS:
             raise ValueError(
                 f"unknown activation {config.activation!r}; known are {', '.join(ACTIVATIONS)}"
@@ -92,7 +95,7 @@ class FeedForward:
         x = self.wi(x)
         if not self.is_gated:
             return self.wo(self.activation(x))
-        gate, x = mx.split(x.astype(self.wo.dtype), 2, axis=-1)  # float16: the product overflows
+        gate, x = mx.split(x.astype(self.wo.dtype), 2, axis=-1)
         return self.wo(self.activation(gate) * x)
 
 
