@@ -68,8 +68,8 @@ def read_config(folder: Path) -> Config:
             value = values["num_layers"]
         elif value is None:
             value = defaults.get(field.name, field.default)
-        right = isinstance(value, int if field.type is int else (int, float))
-        if not right or isinstance(value, bool) or not 0 < value < 2**31:
+        allowed = (int,) if field.type is int else (int, float)
+        if type(value) not in allowed or not 0 < value < 2**31:
             raise ValueError(f"config.json: {field.name} is {value!r}, not a number above 0")
         values[field.name] = value
     buckets = values["relative_attention_num_buckets"]
@@ -83,6 +83,10 @@ def read_config(folder: Path) -> Config:
     scale = config.get("scale_decoder_outputs", config.get("tie_word_embeddings") is not False)
     feed_forward = config.get("feed_forward_proj", "relu" if kind == "t5" else "gated-gelu")
     gate, _, activation = str(feed_forward).rpartition("-")
+    if gate not in ("", "gated"):
+        raise ValueError(
+            f"config.json: feed_forward_proj is {feed_forward!r}, not an activation or gated-..."
+        )
     activation = "gelu_new" if feed_forward == "gated-gelu" else activation
     values |= {
         "activation": config.get("dense_act_fn", activation),
@@ -184,7 +188,7 @@ def open_tensors(folder: Path) -> dict:
             if missing:
                 raise ValueError(f"{name}.index.json lists {missing[0]}, which is in no shard")
             return tensors
-    raise ValueError("the folder has no weights (model.safetensors or pytorch_model.bin)")
+    raise ValueError("the folder has no weights (no model.safetensors or pytorch_model.bin)")
 
 
 def _open_safetensors(path):

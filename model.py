@@ -236,6 +236,8 @@ class T5:
 
     def __init__(self, config, weights):
         self.config, self.eos_ids, self.vocab_size = config, config.eos_ids, config.vocab_size
+        if not any(name.startswith("decoder.block") for name in weights.tensors):
+            raise ValueError("encoder-only checkpoints are not supported: there is no decoder")
         table = (config.vocab_size, config.d_model)
         names = [n for n in EMBEDDINGS if n in weights.tensors] or EMBEDDINGS
         self.embedding = Linear(weights, [names[0].removesuffix(".weight")], *table)
@@ -355,6 +357,10 @@ def load_tokenizer(folder, vocab_size):
     except Exception as error:
         reason = (str(error).strip().splitlines() or [type(error).__name__])[0]
         raise ValueError(f"the tokenizer cannot be loaded: {reason}") from None
+    files = tokenizer.vocab_files_names.values()  # none for ByT5
+    if files and not any((folder / name).is_file() for name in files):
+        # transformers made up an empty one
+        raise ValueError(f"the folder has no tokenizer, none of {', '.join(files)}")
     if len(tokenizer) > vocab_size:
         raise ValueError(f"the tokenizer has {len(tokenizer)} ids, the model only {vocab_size}")
     return tokenizer
