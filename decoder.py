@@ -67,9 +67,9 @@ class Stream:
 
 
 def read(*arrays):
-    """The one place where the host waits for the device: evaluates all, returns Python values."""
+    """The one place where the host waits for the device."""
     mx.eval(*arrays)
-    return [a.tolist() for a in arrays]
+    return arrays
 
 
 class Sampler:
@@ -186,6 +186,8 @@ class Decoder:
         if max_tokens == 0:
             return Stream((t for t in ()), stats)
         cache, token = self.model.start(prompt)
+        if generate != self._plain and not hasattr(cache, "trim"):
+            raise ValueError("the model's cache has no trim(n): only plain decoding can use it")
         passes = generate(cache, token, prompt, max_tokens, *args)
         return Stream(self._tokens(passes, max_tokens, stats, began), stats)
 
@@ -228,8 +230,8 @@ class Decoder:
                 ahead = token, value
             if current:
                 output, values = read(*current)
-                self._check(values, logits)
-                yield output, 0, 0
+                self._check(values.tolist(), logits)
+                yield output.tolist(), 0, 0
 
 
 class DraftingDecoder(Decoder):
@@ -261,13 +263,15 @@ class DraftingDecoder(Decoder):
         """How many draft tokens are accepted. scores (k+1, V), choice (k+1,), draft (k,) -> ()."""
         same = draft == choice[:-1]
         if self.delta > 0:
-            of_draft = mx.take_along_axis(scores[:-1], draft[:, None], axis=-1)[:, 0]
-            of_choice = mx.take_along_axis(scores[:-1], choice[:-1, None], axis=-1)[:, 0]
+            scores, last = scores[:-1].astype(mx.float32), scores.shape[-1] - 1
+            known = mx.minimum(draft, last)  # out of range, MLX would read garbage
+            of_draft = mx.take_along_axis(scores, known[:, None], axis=-1)[:, 0]
+            of_choice = mx.take_along_axis(scores, choice[:-1, None], axis=-1)[:, 0]
             floor = math.log1p(-self.delta) if self.delta < 1 else -math.inf
-            same = same | (of_draft >= of_choice + floor)
+            same = same | ((of_draft >= of_choice + floor) & (draft == known))
         return mx.sum(mx.cumprod(same.astype(mx.int32)))
 
-    def _draft(self, cache, token, prompt, max_tokens, drafter):
+    def _draft(self, cache, token, max_tokens, drafter):
         policy = self.policy if self.delta == 0 else self._policy()
         position = 0
         while position < max_tokens:
@@ -275,16 +279,18 @@ class DraftingDecoder(Decoder):
             began = time.perf_counter()
             draft = drafter.draft(k, position)
             logits = self.model.decode(mx.concatenate([token, draft]), cache)
+            drafter.width = logits.shape[-1]
             scores = self.sampler.scores(logits)
             choice, values = self.sampler.choose(scores, position)
             accepted = self._accept(scores, choice, draft) if k else mx.array(0)
             output = mx.where(mx.arange(k + 1) < accepted, mx.pad(draft, (0, 1)), choice)
             found = drafter.follow(output, accepted)
-            output, n, values, *found = read(output, accepted, values, *found)
+            output, accepted, values, *found = read(output, accepted, values, *found)
             policy.timed(k, time.perf_counter() - began)
+            n = accepted.item()
             policy.update(drafter.evidence, k, n)
-            output = output[: n + 1]
-            self._check(values[: n + 1], logits)
+            output = output.tolist()[: n + 1]
+            self._check(values.tolist()[: n + 1], logits)
             cache.trim(k - n)
             drafter.settle(output, k, found)
             token = mx.array(output[-1:], mx.uint32)
@@ -310,7 +316,7 @@ class SpeculativeDecoder(DraftingDecoder):
     def _speculate(self, cache, token, prompt, max_tokens):
         width = getattr(self.model, "vocab_size", None)
         drafter = ModelDrafter(self.draft_model, self.sampler, prompt, width)
-        return self._draft(cache, token, prompt, max_tokens, drafter)
+        return self._draft(cache, token, max_tokens, drafter)
 
 
 class ModelDrafter:

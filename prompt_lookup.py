@@ -1,84 +1,121 @@
-"""Prompt lookup decoding: the draft is found by an n-gram search, no second model (Saxena 2023).
+"""Prompt lookup decoding: an n-gram search finds the draft, no second model does (Saxena 2023).
 
 The last n tokens are looked up in the prompt and in what was written so far, from n = ngram_max
-down to ngram_min; what followed them there is the draft.
+down to ngram_min; what followed them there is the draft. All n and all places are compared at
+once: a few array operations, whatever the length of the text.
 """
+
+import functools
 
 import mlx.core as mx
 
 from decoder import DraftingDecoder, read
 
-# Ids that no token has. They equal nothing that is searched for, so that no n-gram spans a seam,
-# and nothing can be drafted from them, so that a draft ends at a seam and at the end of the text.
-END, SEAM, REFERENCE_SEAM = 2**32 - 1, 2**32 - 2, 2**32 - 3
+# Two ids that no token has. NONE stands before the first token and after the last one, SEAM
+# between two texts: no n-gram reaches across either, and no draft goes on past one.
+NONE, SEAM = 2**32 - 1, 2**32 - 2
+CHUNK = 1024  # the buffer grows by this many tokens
 
 
-def match_lengths(context, suffix):
-    """Length of the match that ends at each position: (N,) uint8.
+@functools.cache
+def constants(n):
+    """Row numbers (n, 1) and ids that match nothing (n,)."""
+    rows = mx.arange(1, n + 1, dtype=mx.uint8 if n < 256 else mx.uint32)[:, None]
+    none = mx.full((n,), NONE, mx.uint32)
+    mx.eval(rows, none)
+    return rows, none
 
-    context (N,) uint32 begins with len(suffix) - 1 ids that match nothing; suffix (n,) uint32 is
-    the last n tokens, the last first. The match at position j is the longest m <= n with
-    context[j-m+1 … j] equal to the last m tokens. It is 0 where a special id follows.
+
+def unmatched(buffer, places, suffix):
+    """How many of the last n tokens do not match at each place: (places,).
+
+    Place j is the n ids that end at buffer[j + n]; suffix (n, 1) is the last n tokens, the oldest
+    first. The newest token that differs decides: its row number, 0 if none does.
     """
-    n, size = suffix.size, context.size
-    lengths = None
-    for i in reversed(range(n)):
-        same = (context[n - 1 - i : size - 1 - i] == suffix[i]).astype(mx.uint8)
-        lengths = same if lengths is None else same * (lengths + 1)
-    return mx.where(context[n:] < REFERENCE_SEAM, lengths, 0)
-
-
-def find_draft(context, ngram_max, ngram_min, num_draft, seam=0):
-    """The tokens that followed the last tokens of the context where they stood before.
-
-    Args:
-        context: Token ids (N,) uint32: the prompt's, then the generated ones.
-        ngram_max, ngram_min: The n-grams looked up, the longest that matches wins, of several
-            matches the earliest.
-        num_draft: The most tokens to draft.
-        seam: Where the generated tokens begin, if prompt and output are two texts: no n-gram
-            spans it, and a draft from the prompt ends at it.
-
-    Returns the draft, (k,) uint32, k <= num_draft; empty where nothing matches.
-    Raises ValueError unless 1 <= ngram_min <= ngram_max, num_draft >= 0, 0 <= seam <= N.
-    """
-    check_ngrams(ngram_max, ngram_min)
-    if num_draft < 0:
-        raise ValueError(f"num_draft is {num_draft}: it must be 0 or more")
-    if not 0 <= seam <= context.size:
-        raise ValueError(f"seam is {seam}: it must be in [0, {context.size}], within the context")
-    context = context.astype(mx.uint32)
-    n = min(ngram_max, context.size - seam)
-    if n < ngram_min or num_draft == 0:
-        return mx.zeros((0,), mx.uint32)
-    special = mx.full((n - 1,), END, mx.uint32), mx.array([SEAM, END], mx.uint32)
-    parts = [special[0], context, special[1][1:]]
-    if seam:
-        parts[1:2] = [context[:seam], special[1][:1], context[seam:]]
-    lengths = match_lengths(mx.concatenate(parts), context[context.size - n :][::-1])
-    at = mx.argmax(lengths)
-    start, length = read(at, lengths[at])
-    if length < ngram_min:
-        return mx.zeros((0,), mx.uint32)
-    start, end = (start + 1, seam) if start < seam else (start + 1 - bool(seam), context.size)
-    return context[start : min(start + num_draft, end)]
+    n = suffix.shape[0]
+    windows = mx.as_strided(buffer, (n, places), (1, 1), 1)  # a column per place; nothing is copied
+    different = windows != suffix
+    rows, _ = constants(n)
+    return mx.max((different.view(mx.uint8) if n < 256 else different) * rows, axis=0)
 
 
 def check_ngrams(ngram_max, ngram_min):
     if not 1 <= ngram_min <= ngram_max:
         raise ValueError(
-            f"ngram_min is {ngram_min} and ngram_max {ngram_max}: 1 <= ngram_min <= ngram_max"
+            f"ngram_min is {ngram_min}, ngram_max {ngram_max}: 1 <= ngram_min <= ngram_max is right"
         )
+
+
+def find_draft(context, ngram_max, ngram_min, num_draft, seam=0):
+    """What followed the last tokens of the context where they stood before.
+
+    Args:
+        context: Token ids (N,) uint32: the prompt's, then the generated ones.
+        ngram_max, ngram_min: The lengths looked up. The longest that matches wins, of several
+            places the earliest. A match may overlap the last tokens.
+        num_draft: The most tokens to draft.
+        seam: Where the generated tokens begin, if prompt and output are two texts: the n-gram is
+            of generated tokens, matches on one side of the seam only, and a draft from the prompt
+            ends there.
+
+    Returns the draft, (k,) uint32 with k <= num_draft; empty where nothing matches.
+    Raises ValueError unless 1 <= ngram_min <= ngram_max, num_draft >= 0 and 0 <= seam <= N.
+    """
+    check_ngrams(ngram_max, ngram_min)
+    size = context.size
+    if num_draft < 0:
+        raise ValueError(f"num_draft is {num_draft}: it must be 0 or more")
+    if not 0 <= seam <= size:
+        raise ValueError(f"seam is {seam}: it must be in the context, 0 to {size}")
+    context = context.astype(mx.uint32)
+    n = min(ngram_max, size - seam, size - 1)
+    if n < ngram_min or num_draft == 0:
+        return mx.array([], mx.uint32)
+    _, none = constants(n)
+    parts = [none, context[:seam], none[:1], context[seam:]] if seam else [none, context]
+    buffer = mx.concatenate(parts)
+    end = buffer.size - n
+    wrong = unmatched(buffer, end - 1, mx.as_strided(buffer, (n, 1), (1, 1), end))
+    if seam:
+        wrong[seam - 1] = n  # it ends at the seam: nothing to draft
+    place, fewest = read(mx.argmin(wrong), mx.min(wrong))  # argmin takes the earliest
+    if n - fewest.item() < ngram_min:
+        return mx.array([], mx.uint32)
+    start, stop = place.item() + 1, seam
+    if start > seam:  # in the generated text, behind the id at the seam
+        start, stop = start - bool(seam), size
+    return context[start : min(start + num_draft, stop)]
+
+
+def match_lengths(buffer, size, ngram_max):
+    """The same inside a pass's graph, where only the device knows how long the text is.
+
+    Args:
+        buffer: (B,) uint32: ngram_max times NONE, the texts with SEAM between them, NONE to the
+            end, once or more.
+        size: () integer array: how many entries come before those last NONE.
+
+    Returns (B - ngram_max - 1,) uint8: the length, up to ngram_max <= 127, of the match whose draft
+    would begin at buffer[j + ngram_max + 1]; 0 where there is nothing to draft.
+    """
+    n = ngram_max
+    suffix = mx.slice(buffer, size - n, (0,), (n,))[:, None]
+    wrong = unmatched(buffer, buffer.size - n - 1, suffix)
+    return (n - wrong) * (buffer[n + 1 :] < SEAM).view(mx.uint8)
 
 
 class PromptLookupDecoder(DraftingDecoder):
     """Prompt lookup decoding: an n-gram search in the prompt and in the output drafts.
 
-    Args: as for Decoder and DraftingDecoder, and ngram_max, ngram_min, the n-grams looked up.
+    Args: as for Decoder and DraftingDecoder, and ngram_max <= 127, ngram_min: the n-grams looked
+    up. Of several places where the longest stands, the most frequent next token decides, then the
+    last place.
     """
 
     def __init__(self, model, eos_id=1, ngram_max=16, ngram_min=1, **options):
         check_ngrams(ngram_max, ngram_min)
+        if ngram_max > 127:
+            raise ValueError(f"ngram_max is {ngram_max}: the longest n-gram looked up is 127")
         super().__init__(model, eos_id, **options)
         self.ngram_max, self.ngram_min = ngram_max, ngram_min
 
@@ -87,75 +124,75 @@ class PromptLookupDecoder(DraftingDecoder):
 
         Args:
             reference: Token ids (R,) uint32 of another text to draft from: the expected answer,
-                an earlier version, a template. Searched like the prompt.
+                an earlier version, a template. Searched like the prompt, never read by the model.
         """
         if self.num_draft == 0:
             return super().stream(prompt, max_tokens)
         return self._stream(self._look_up, prompt, max_tokens, reference)
 
     def _look_up(self, cache, token, prompt, max_tokens, reference):
+        prompt, reference = prompt.tolist(), [] if reference is None else list(map(int, reference))
         seam = getattr(self.model, "is_encoder_decoder", False)
-        drafter = LookupDrafter(self, prompt, reference, seam)
-        return self._draft(cache, token, prompt, max_tokens, drafter)
+        texts = [reference, prompt, []] if seam else [reference, prompt]
+        return self._draft(cache, token, max_tokens, LookupDrafter(texts, self))
 
 
 class LookupDrafter:
-    """Drafts what followed the last tokens where they stood before.
+    """Drafts what followed the last tokens where they stood before."""
 
-    The texts stand in one buffer: n - 1 special ids, the reference, the prompt, the output, each
-    behind its seam, and END up to the capacity, which is always longer than a draft.
-    """
-
-    def __init__(self, decoder, prompt, reference, seam):
-        self.n, self.least, self.ceiling = decoder.ngram_max, decoder.ngram_min, 24
-        special = mx.array([END] * (self.n - 1) + [SEAM, REFERENCE_SEAM], mx.uint32)
-        parts = [special[: self.n - 1], prompt.astype(mx.uint32)]
-        if reference is not None and len(reference) > 0:
-            parts[1:1] = [mx.array(reference, mx.uint32), special[-1:]]
-        if seam:
-            parts.append(special[-2:-1])
-        self.size = sum(p.size for p in parts)
-        self.context = mx.concatenate(parts)
-        self._grow(0)
-        if seam:
-            self.evidence, self.found = None, []
-        else:
-            self._found(read(*self._search(self.size)))
+    def __init__(self, texts, decoder):
+        """texts: lists of token ids; the last one is written on."""
+        self.n, self.least = decoder.ngram_max, decoder.ngram_min
+        self.text = [NONE] * self.n
+        for text in texts:
+            self.text += text + [SEAM]
+        self.text.pop()
+        self.buffer = mx.array(self.text, mx.uint32)
+        self.evidence, self.found = None, []
+        if texts[-1]:
+            self._grow(0)
+            self.settle([], 0, read(*self._search(mx.array(len(self.text)))))
 
     @property
     def limit(self):
         return len(self.found)
 
-    def _grow(self, more):
-        """Makes room for `more` tokens and for a draft beyond them, in chunks."""
-        missing = self.size + more + self.ceiling - self.context.size
+    def _grow(self, tokens):
+        """Makes room for more tokens and a NONE behind them."""
+        missing = len(self.text) + tokens + 1 - self.buffer.size
         if missing > 0:
-            room = mx.full((missing + 1024,), END, mx.uint32)
-            self.context = mx.concatenate([self.context, room])
+            room = mx.full((missing + CHUNK,), NONE, mx.uint32)
+            self.buffer = mx.concatenate([self.buffer, room])
 
     def _search(self, size):
-        """Looks up the last tokens of the first `size`, an int or array: length (), draft (24,)."""
-        suffix = self.context[mx.maximum(size - 1 - mx.arange(self.n), 0)]
-        lengths = match_lengths(self.context, suffix)
-        at = mx.argmax(lengths)
-        return lengths[at], self.context[at + self.n + mx.arange(self.ceiling)]
-
-    def _found(self, found):
-        length, draft = found
-        special = (i for i, t in enumerate(draft) if t >= REFERENCE_SEAM)
-        self.evidence = length
-        self.found = draft[: next(special, len(draft))] if length >= self.least else []
+        lengths = match_lengths(self.buffer, size, self.n)
+        return lengths, mx.max(lengths)
 
     def draft(self, k, position):
         return mx.array(self.found[:k], mx.uint32)
 
     def follow(self, output, accepted):
-        k = output.size
-        self._grow(k)
-        kept = mx.where(mx.arange(k) <= accepted, output, END)
-        self.context[self.size : self.size + k] = kept
-        return self._search(self.size + accepted + 1)
+        """Appends the accepted + 1 tokens of output (k+1,), and looks up the last tokens."""
+        self._grow(output.size)
+        kept = mx.where(mx.arange(output.size) <= accepted, output, NONE)
+        size = len(self.text)
+        self.buffer[size : size + output.size] = kept
+        return self._search(size + accepted + 1)
 
     def settle(self, output, k, found):
-        self.size += len(output)
-        self._found(found)
+        """Chooses among the places of the longest match; the host knows the text by now."""
+        self.text += output
+        lengths, longest = found
+        longest = longest.item()
+        self.evidence, self.found = longest, []
+        if longest < self.least:
+            return
+        places, lengths = [], bytes(memoryview(lengths))
+        end = len(lengths)
+        while len(places) < 64 and (end := lengths.rfind(longest, 0, end)) >= 0:
+            places.append(end + self.n + 1)
+        votes = [self.text[p] for p in places]
+        start = places[votes.index(max(votes, key=votes.count))]
+        self.found = self.text[start : start + 64]
+        if SEAM in self.found:
+            del self.found[self.found.index(SEAM) :]
