@@ -15,6 +15,7 @@ import numpy as np
 
 from checkpoint import EMBEDDINGS, Weights, find_folder, open_tensors, read_config
 
+CACHE_BYTES = 2**21  # about what one core's cache holds
 CHUNK = 256  # the cache grows by this many positions
 MAX_WIDTH = 32  # a pass over more tokens is computed in blocks of this many rows
 
@@ -29,62 +30,131 @@ ACTIVATIONS["swish"] = ACTIVATIONS["silu"]
 ACTIVATIONS["gelu_pytorch_tanh"] = ACTIVATIONS["gelu_new"]
 
 
+def on_cpu():
+    return mx.default_device() == mx.Device(mx.cpu)
+
+
+def for_few_rows(weight):
+    """A matrix (N, K) as (blocks, K, N / blocks), laid out for products with a few rows.
+
+    MKL reads a matrix from memory once for every three rows, so it is given blocks that stay in the
+    processor's cache; and it rounds 2 to 15 rows alike where the matrix lies along K, but for a
+    small K only where it lies along N, which then is as fast.
+    """
+    rows, columns = weight.shape
+    if not on_cpu() or weight.dtype != mx.float32:
+        return weight.T[None]
+    if columns < 512:
+        return mx.contiguous(weight.T)[None]
+    fits = (n for n in range(1, rows // 64) if rows % n == 0 and weight.nbytes / n <= CACHE_BYTES)
+    return weight.reshape(next(fits, 1), -1, columns).swapaxes(1, 2)
+
+
 class Linear:
     """x (L, columns) -> (L, rows) in the weights' precision, quantized or not.
 
     Several matrices of the same input are one product: `rows` is the height of each.
     """
 
-    def __init__(self, weights, names, rows, columns, widen=False):
+    def __init__(self, weights, names, rows, columns, few_rows=False, widen=False):
         self.weight, *self.scales = weights.matrix(names, rows, columns, widen)
         self.quantization = weights.quantization
         self.dtype = self.scales[0].dtype if self.scales else self.weight.dtype
+        if not self.scales:
+            self.weight = for_few_rows(self.weight) if few_rows else self.weight.T[None]
+            mx.eval(self.weight)
 
-    def __call__(self, x):
+    def __call__(self, x, part=False):
+        """part: only some of the columns, enough to see how the product rounds."""
         x = x.astype(self.dtype)
         if self.scales:
             return mx.quantized_matmul(x, self.weight, *self.scales, **self.quantization)
-        return x @ self.weight.T
+        if part:
+            return x @ self.weight[0]
+        return (x @ self.weight).swapaxes(0, 1).reshape(x.shape[0], -1)
 
-    def embed(self, ids):
-        """ids (L,) -> the rows with these numbers (L, columns)"""
-        rows = [part[ids] for part in (self.weight, *self.scales)]
-        return mx.dequantize(*rows, **self.quantization) if self.scales else rows[0]
+
+class Embedding:
+    """ids (L,) -> the rows with these numbers (L, columns), and the head that shares the table."""
+
+    def __init__(self, weights, name, rows, columns):
+        self.parts = weights.matrix([name], rows, columns)
+        self.quantization = weights.quantization
+        self.dtype = self.parts[-1].dtype
+
+    def __call__(self, ids):
+        rows = [part[ids] for part in self.parts]
+        return mx.dequantize(*rows, **self.quantization) if rows[1:] else rows[0]
+
+    def as_head(self):
+        """The table as a Linear; where it is not quantized, and not small, no copy."""
+        head = object.__new__(Linear)
+        head.weight, *head.scales = self.parts
+        head.quantization, head.dtype = self.quantization, self.dtype
+        if not head.scales:
+            head.weight = for_few_rows(head.weight)
+        return head
 
 
 class Attention:
-    """Multi-head attention without 1/sqrt(d): T5 folds that factor into its initialization."""
+    """Multi-head attention without 1/sqrt(d): T5 folds that factor into its initialization.
 
-    def __init__(self, config, weights, name, cross):
+    Keys are (heads, d_kv, S), values (heads, S, d_kv).
+    """
+
+    def __init__(self, config, weights, name, cross, few_rows):
         self.heads = config.num_heads
         inner, d = config.num_heads * config.d_kv, config.d_model
         if cross:
-            self.q = Linear(weights, [f"{name}.q"], inner, d)
+            self.q = Linear(weights, [f"{name}.q"], inner, d, few_rows)
             self.kv = Linear(weights, [f"{name}.k", f"{name}.v"], inner, d)
         else:
-            self.qkv = Linear(weights, [f"{name}.q", f"{name}.k", f"{name}.v"], inner, d)
-        self.o = Linear(weights, [f"{name}.o"], d, inner)
+            self.qkv = Linear(weights, [f"{name}.{n}" for n in "qkv"], inner, d, few_rows)
+        self.o = Linear(weights, [f"{name}.o"], d, inner, few_rows)
 
     def split(self, x, parts):
         """(L, parts * heads * d_kv) -> parts arrays (heads, L, d_kv)"""
         return x.reshape(x.shape[0], parts, self.heads, -1).transpose(1, 2, 0, 3)
 
     def attend(self, q, k, v, bias=None):
-        """q (heads, L, d_kv); k, v (heads, S, d_kv); bias (heads, L, S) -> (L, d_model)"""
+        """q (heads, L, d_kv), bias (heads, L, S) -> (L, d_model)"""
         if bias is not None:
-            bias = bias.astype(q.dtype)[None]
-        y = mx.fast.scaled_dot_product_attention(q[None], k[None], v[None], scale=1.0, mask=bias)
-        return self.o(y[0].transpose(1, 0, 2).reshape(q.shape[1], -1))
+            bias = bias.astype(q.dtype)
+        if on_cpu():
+            y = attend_on_cpu(q, k, v, bias)
+        else:
+            bias = bias if bias is None else bias[None]
+            k = k.swapaxes(1, 2)
+            y = mx.fast.scaled_dot_product_attention(
+                q[None], k[None], v[None], scale=1.0, mask=bias
+            )[0]
+        return self.o(y.transpose(1, 0, 2).reshape(q.shape[1], -1))
+
+
+def attend_on_cpu(q, k, v, bias):
+    """What mx.fast.scaled_dot_product_attention computes, so that a row's bits do not depend on L.
+
+    With many keys BLAS cuts the sum over them into parts, depending on L; so it is given parts.
+    """
+    scores = q @ k if bias is None else q @ k + bias
+    p = mx.softmax(scores, axis=-1)
+    heads, width, keys = p.shape
+    if keys <= 2 * CHUNK or width > MAX_WIDTH:
+        return p @ v[:, :keys]
+    p = mx.pad(p, ((0, 0), (0, 0), (0, v.shape[1] - keys)))
+    p = p.reshape(heads, width, -1, CHUNK).swapaxes(1, 2)
+    return (p @ v.reshape(heads, -1, CHUNK, v.shape[-1])).sum(axis=1)
 
 
 class FeedForward:
     """wo(act(wi x)), or wo(act(wi_0 x) * (wi_1 x)) where the checkpoint is gated."""
 
-    def __init__(self, config, weights, name):
+    def __init__(self, config, weights, name, few_rows):
         names = [f"{name}.wi_0", f"{name}.wi_1"] if config.is_gated else [f"{name}.wi"]
-        self.wi = Linear(weights, names, config.d_ff, config.d_model)
+        self.wi = Linear(weights, names, config.d_ff, config.d_model, few_rows)
         # In float16 the product with wo overflows in many T5s; that matrix is widened to float32.
-        self.wo = Linear(weights, [f"{name}.wo"], config.d_model, config.d_ff, widen=True)
+        shape = (config.d_model, config.d_ff)
+        self.wo = Linear(weights, [f"{name}.wo"], *shape, few_rows, widen=True)
         if config.activation not in ACTIVATIONS:
             raise ValueError(
                 f"unknown activation {config.activation!r}; known are {', '.join(ACTIVATIONS)}"
@@ -108,12 +178,12 @@ class Layer:
         self.norms = [
             weights.norm(f"{name}.layer.{i}.layer_norm", config.d_model) for i in range(last + 1)
         ]
-        self.self_attention = Attention(config, weights, f"{name}.layer.0.SelfAttention", False)
+        names = [f"{name}.layer.0.SelfAttention", f"{name}.layer.1.EncDecAttention"]
+        self.self_attention = Attention(config, weights, names[0], False, few_rows=decoder)
         if decoder:
-            self.cross_attention = Attention(
-                config, weights, f"{name}.layer.1.EncDecAttention", True
-            )
-        self.feed_forward = FeedForward(config, weights, f"{name}.layer.{last}.DenseReluDense")
+            self.cross_attention = Attention(config, weights, names[1], True, few_rows=True)
+        name = f"{name}.layer.{last}.DenseReluDense"
+        self.feed_forward = FeedForward(config, weights, name, few_rows=decoder)
 
     def norm(self, i, x):
         return mx.fast.rms_norm(x, self.norms[i], self.eps)
@@ -121,7 +191,7 @@ class Layer:
     def encode(self, x, bias):
         attention = self.self_attention
         q, k, v = attention.split(attention.qkv(self.norm(0, x)), 3)
-        x = x + attention.attend(q, k, v, bias)
+        x = x + attention.attend(q, k.swapaxes(1, 2), v, bias)
         return x + self.feed_forward(self.norm(1, x))
 
     def decode(self, x, bias, cache, new):
@@ -137,25 +207,43 @@ class Layer:
 
 
 class LayerCache:
-    """One decoder layer's keys and values, (heads, positions, d_kv): own ones and the prompt's."""
+    """One decoder layer's keys (heads, d_kv, positions) and values (heads, positions, d_kv).
 
-    def __init__(self, cross_keys, cross_values):
-        self.cross_keys, self.cross_values = cross_keys, cross_values
-        self.keys = self.values = mx.zeros((cross_keys.shape[0], 0, cross_keys.shape[2]))
+    The CPU wants the keys in memory as their shape says, the GPU like the values.
+    """
+
+    def __init__(self, keys, values):
+        """keys, values: those of the prompt, both (heads, S, d_kv)."""
+        self.cross_keys, self.cross_values = keys.swapaxes(1, 2), values
+        if on_cpu():
+            self.cross_keys = mx.contiguous(self.cross_keys)
+            if values.shape[1] > 2 * CHUNK:
+                self.cross_values = mx.pad(values, ((0, 0), (0, -values.shape[1] % CHUNK), (0, 0)))
+        self.keys = self.values = None
         self.offset = 0
 
     def update(self, k, v, positions):
         """Append k, v (heads, L, d_kv); return the first `positions` keys and values."""
-        end = self.offset + k.shape[1]
-        missing = positions - self.keys.shape[1]
-        if missing > 0:
-            room = mx.zeros((k.shape[0], missing, k.shape[2]), k.dtype)
-            self.keys = mx.concatenate([self.keys.astype(k.dtype), room], axis=1)
-            self.values = mx.concatenate([self.values.astype(v.dtype), room], axis=1)
-        self.keys[:, self.offset : end] = k
-        self.values[:, self.offset : end] = v
+        start, end = self.offset, self.offset + k.shape[1]
+        room = positions - (0 if self.values is None else self.values.shape[1])
+        if room > 0:
+            self.values = grow(self.values, room, v, axis=1)
+            self.keys = grow(self.keys, room, *((k.swapaxes(1, 2), 2) if on_cpu() else (k, 1)))
         self.offset = end
-        return self.keys[:, :positions], self.values[:, :positions]
+        self.values[:, start:end] = v
+        if on_cpu():
+            self.keys[:, :, start:end] = k.swapaxes(1, 2)
+            return self.keys[:, :, :positions], self.values[:, :positions]
+        self.keys[:, start:end] = k
+        return self.keys[:, :positions].swapaxes(1, 2), self.values[:, :positions]
+
+
+def grow(array, room, like, axis):
+    """The array, or nothing yet, with `room` zeros more along the axis; else shaped as `like`."""
+    shape = list(like.shape)
+    shape[axis] = room
+    zeros = mx.zeros(shape, like.dtype)
+    return zeros if array is None else mx.concatenate([array, zeros], axis=axis)
 
 
 class Cache:
@@ -240,19 +328,48 @@ class T5:
             raise ValueError("encoder-only checkpoints are not supported: there is no decoder")
         table = (config.vocab_size, config.d_model)
         names = [n for n in EMBEDDINGS if n in weights.tensors] or EMBEDDINGS
-        self.embedding = Linear(weights, [names[0].removesuffix(".weight")], *table)
-        has_head = "lm_head.weight" in weights.tensors
-        self.head = Linear(weights, ["lm_head"], *table) if has_head else self.embedding
+        self.embedding = Embedding(weights, names[0].removesuffix(".weight"), *table)
+        if "lm_head.weight" in weights.tensors:
+            self.head = Linear(weights, ["lm_head"], *table, few_rows=True)
+        else:
+            self.head = self.embedding.as_head()
         self.encoder = self._stack(weights, "encoder", config.num_layers)
         self.decoder = self._stack(weights, "decoder", config.num_decoder_layers)
         self.encoder_norm = weights.norm("encoder.final_layer_norm", config.d_model)
         self.decoder_norm = weights.norm("decoder.final_layer_norm", config.d_model)
         if config.scale_outputs:
             self.decoder_norm = self.decoder_norm * config.d_model**-0.5
-        # A row's rounding depends on how many rows a product has, but only through a few classes;
-        # every pass is computed in blocks of self.widths rows, so that it never changes class.
-        self.widths = (1, MAX_WIDTH)
         weights.finish()
+        self.widths = self._find_widths()
+
+    def _find_widths(self):
+        """(lowest, highest) number of rows between which each row's bits are the same.
+
+        Matrix products round differently for 1, for a few and for many rows, at limits that depend
+        on the library, the shapes and the threads; apart from that, not on a row's place or its
+        neighbours. `decode` feeds every token in blocks of these widths, so that a text is the
+        same whatever the draft lengths. One layer and a part of the head tell the limits.
+        """
+        layer, biases = self.decoder[0][0], self.decoder[1]
+        x = mx.random.normal((MAX_WIDTH, self.config.d_model), key=mx.random.key(0))
+        memory = mx.zeros((layer.cross_attention.heads, CHUNK, self.config.d_kv), self.head.dtype)
+        bias = biases[0].decoder(0, MAX_WIDTH, CHUNK)
+
+        def rows(n):
+            y = layer.decode(x[:n], bias[:, :n], LayerCache(memory, memory), n)
+            return mx.concatenate([y, self.head(y, part=True)], axis=1)
+
+        widths = [1, 2, 3, 4, 6, 8, 10, 12, 14, 15, 16, 20, 24, 28, MAX_WIDTH]
+        results = [rows(n) for n in widths]
+        pairs = zip(results, results[1:], strict=False)
+        same = mx.stack([mx.array_equal(a, b[: a.shape[0]]) for a, b in pairs]).tolist()
+        low = 0
+        for high in range(len(widths)):
+            if high == len(same) or not same[high]:  # the next width rounds differently
+                if widths[high] >= widths[low] + 8:
+                    return widths[low], widths[high]
+                low = high + 1
+        return 16, 16  # no such range: one width for all
 
     def _stack(self, weights, name, depth):
         """The layers of one stack and their relative biases: one for all, or one each (umT5)."""
@@ -268,7 +385,7 @@ class T5:
     def embed(self, tokens):
         """The residual stream is float32 in every precision: in float16 many T5s overflow it."""
         tokens = mx.minimum(tokens, self.vocab_size - 1)  # out of range, MLX would read garbage
-        return self.embedding.embed(tokens).astype(mx.float32)
+        return self.embedding(tokens).astype(mx.float32)
 
     def encode(self, prompt):
         """prompt (S,) token ids -> (S, d_model)"""
@@ -310,7 +427,8 @@ class T5:
         while done < tokens.size:
             # How many keys a row sees, masked or not, is told by its position alone.
             room = CHUNK - cache.offset % CHUNK
-            width = min(tokens.size - done, self.widths[1], room)
+            width = min(tokens.size - done, room)
+            width = math.ceil(width / math.ceil(width / self.widths[1]))  # in equal parts
             logits.append(self._block(tokens[done : done + width], cache))
             done += width
         return logits[0] if len(logits) == 1 else mx.concatenate(logits)
