@@ -7,7 +7,8 @@ import os
 import re
 import sys
 import warnings
-from itertools import groupby
+from functools import partial
+from itertools import chain
 
 DEFAULT_MODEL = os.path.join(os.path.dirname(os.path.abspath(__file__)), "demo", "t5-demo")
 DEFAULT_PROMPT = "replace censer with era: Perfume especially with a censer."
@@ -29,6 +30,8 @@ class TextStream:
 
     def __init__(self, tokenizer):
         self.tokenizer = tokenizer
+        options = {"skip_special_tokens": True, "clean_up_tokenization_spaces": False}
+        self._decode = partial(tokenizer.decode, **options)
         added = tokenizer.added_tokens_decoder
         self.special = {i for i, t in added.items() if t.special} | set(tokenizer.all_special_ids)
         # ByT5 would read an id that only pads the model's table as a byte beyond 255.
@@ -49,10 +52,6 @@ class TextStream:
     def finish(self):
         """The text has ended -> [(text, drafted)]: the rest."""
         return self._print(hold=False) if self.fresh else []
-
-    def _decode(self, ids):
-        options = {"skip_special_tokens": True, "clean_up_tokenization_spaces": False}
-        return self.tokenizer.decode(ids, **options)
 
     def _print(self, hold):
         text = self._decode(self.ids)
@@ -80,14 +79,15 @@ class TextStream:
                 done += 1
                 first = i if len(part) > done else i + 1  # where the next character begins
         self.fresh = len(self.ids) - first
-        runs = groupby(marks, key=lambda mark: mark[1])
-        return [("".join(c for c, _ in run), drafted) for drafted, run in runs]
+        return marks
 
 
-def number(kind, low, high=math.inf):
-    """An argparse type: a number from low to high."""
+def number(kind, low, high=math.inf, auto=False):
+    """An argparse type: a number from low to high, or "auto" (None) where that is allowed."""
 
     def parse(text):
+        if auto and text == "auto":
+            return None
         if not low <= kind(text) <= high:
             raise argparse.ArgumentTypeError(f"{text} is not in [{low}, {high}]")
         return kind(text)
@@ -96,18 +96,9 @@ def number(kind, low, high=math.inf):
     return parse
 
 
-def draft_length(text):
-    return None if text == "auto" else number(int, 0)(text)
-
-
-class Parser(argparse.ArgumentParser):
-    def error(self, message):
-        self.exit(2, f"{self.prog}: error: {message}\n")
-
-
 def parse_arguments(argv=None):
     """The options, checked together; which ones have no effect is said on standard error."""
-    parser = Parser(
+    parser = argparse.ArgumentParser(
         prog="main.py",
         usage="%(prog)s [options]",
         description="Write text with a T5 in fewer passes, by prompt lookup decoding or, given a"
@@ -115,6 +106,7 @@ def parse_arguments(argv=None):
         formatter_class=lambda prog: argparse.HelpFormatter(prog, max_help_position=26),
         allow_abbrev=False,
     )
+    parser.error = lambda message: parser.exit(2, f"main.py: error: {message}\n")
     add = (group := parser.add_argument_group("text")).add_argument
     add("--model", "--model-name", default=DEFAULT_MODEL, metavar="M", help="target model (demo)")
     add("-m", "--max-tokens", type=number(int, 0), default=200, metavar="N", help="at most (200)")
@@ -122,24 +114,21 @@ def parse_arguments(argv=None):
     add("--prompt", metavar="TEXT", help="the prompt; - reads standard input (an example)")
     add("--prompt-file", metavar="FILE", help="a file with the prompt")
     add("--prompts-file", metavar="FILE", help='lines of {"prompt": TEXT}; one JSON result each')
-
     add = parser.add_argument_group("drafting").add_argument
     add("--draft-model", "--draft-model-name", metavar="M", help="a smaller model, to draft")
     names = "-n", "--num-draft", "--n-draft", "--num-draft-tokens"
-    add(*names, type=draft_length, metavar="N", help="draft at most N tokens for a pass (auto)")
+    add(*names, type=number(int, 0, auto=True), metavar="N", help="draft at most N (auto)")
     add("--fixed-draft", action="store_true", help="draft N (10) whether or not it pays")
     add("--ngram-max", type=number(int, 1), default=16, metavar="N", help="longest n-gram (16)")
     add("--ngram-min", type=number(int, 1), default=1, metavar="N", help="shortest n-gram (1)")
     add("--reference", metavar="FILE", help="another text to look up drafts in")
     add("--delta", type=number(float, 0, 1), default=0.0, metavar="D", help="lenience (0)")
     add("--regular-decode", action="store_true", help="plain decoding, without drafts")
-
     add = parser.add_argument_group("sampling").add_argument
     add("--temp", type=number(float, 0), default=0.0, metavar="T", help="temperature (0)")
     add("--top-p", type=number(float, 1e-6, 1), default=1.0, metavar="P", help="(1: all tokens)")
     add("--top-k", type=number(int, 0), default=0, metavar="K", help="(0: all tokens)")
     add("--seed", type=number(int, 0, 2**32 - 1), default=0, metavar="S", help="(0)")
-
     add = parser.add_argument_group("output").add_argument
     add("--color", action=argparse.BooleanOptionalAction, help="mark drafted text (on terminals)")
     add("--compare", action="store_true", help="plain decoding, too: both times, their ratio")
@@ -148,25 +137,27 @@ def parse_arguments(argv=None):
     args = parser.parse_args(argv)
     if args.ngram_min > args.ngram_max:
         parser.error(f"--ngram-min {args.ngram_min} is above --ngram-max {args.ngram_max}")
-    lookup = ["ngram_max", "ngram_min", "reference"]
-    drafting = ["draft_model", "num_draft", "fixed_draft", "delta", *lookup]
-    for names, void, why in [
-        (drafting, args.regular_decode, "with --regular-decode"),
-        (lookup, args.draft_model and not args.regular_decode, "with --draft-model"),
-        (["top_p", "top_k", "seed"], args.temp == 0, "at --temp 0"),
-        (["color"], args.json or args.prompts_file, "on JSON"),
-    ]:
-        for name in names if void else []:
-            if getattr(args, name) != parser.get_default(name):
-                print(f"note: --{name.replace('_', '-')} has no effect {why}", file=sys.stderr)
+    lookup, unused = ["ngram_max", "ngram_min", "reference"], {}
+    if args.regular_decode:
+        drafting = ["draft_model", "num_draft", "fixed_draft", "delta", *lookup]
+        unused |= dict.fromkeys(drafting, "with --regular-decode")
+    elif args.draft_model is not None:
+        unused |= dict.fromkeys(lookup, "with --draft-model")
+    if args.temp == 0:
+        unused |= dict.fromkeys(["top_p", "top_k", "seed"], "at --temp 0")
+    if args.json or args.prompts_file is not None:
+        unused["color"] = "on JSON"
+    for name, why in unused.items():
+        if getattr(args, name) != parser.get_default(name):
+            print(f"note: --{name.replace('_', '-')} has no effect {why}", file=sys.stderr)
     return args
 
 
 def read_text(path):
     """The text of a file (-: standard input) without the line break at its end."""
     try:
-        with sys.stdin.buffer if path == "-" else open(path, "rb") as file:
-            return re.sub("\r?\n$", "", file.read().decode("utf-8-sig"))
+        with open(0 if path == "-" else path, "rb", closefd=path != "-") as file:
+            return file.read().decode("utf-8-sig").removesuffix("\n").removesuffix("\r")
     except OSError as error:
         raise ValueError(f"cannot read {path}: {error.strerror}") from None
     except UnicodeDecodeError as error:
@@ -181,7 +172,7 @@ def read_prompts(args):
             where = f"line {i} of {args.prompts_file}"
             try:
                 prompts += [(where, json.loads(line)["prompt"] + "")] if line.strip() else []
-            except (ValueError, LookupError, TypeError):
+            except (ValueError, LookupError, TypeError, RecursionError):
                 raise ValueError(f'{where} is not {{"prompt": TEXT}}') from None
         return prompts
     path = "-" if args.prompt == "-" else args.prompt_file
@@ -205,18 +196,17 @@ def check_draft(model, tokenizer, draft_model, draft_tokenizer):
     different = tokenizer.get_vocab().items() ^ draft_tokenizer.get_vocab().items()
     for token, i in sorted(different, key=lambda item: item[1])[:1]:
         raise ValueError(f"only one of target and draft model has the token {i}, {token!r}")
-    names = ["eos_token_id", "pad_token_id", "unk_token_id", "eos_ids", "start_id"]
-    for sides in [(tokenizer, draft_tokenizer), (model.config, draft_model.config)]:
-        for name in (name for name in names if hasattr(sides[0], name)):
-            ours, theirs = (getattr(side, name) for side in sides)
-            if ours != theirs:
-                raise ValueError(f"{name} is {ours} in the target, {theirs} in the draft model")
+    special = [
+        {"eos": m.config.eos_ids, "start": m.config.start_id, "pad": t.pad_token_id}
+        for m, t in ((model, tokenizer), (draft_model, draft_tokenizer))
+    ]
+    if special[0] != special[1]:
+        raise ValueError(f"special ids: target model {special[0]}, draft model {special[1]}")
 
 
 def load_models(args):
     """-> (tokenizer, mode, make); make(mode) is a new decoder."""
     warnings.simplefilter("ignore")
-    os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")
     if not sys.stderr.isatty():
         os.environ.setdefault("HF_HUB_DISABLE_PROGRESS_BARS", "1")
     import fast_blas  # noqa: F401  isort: skip  (before mlx.core)
@@ -244,27 +234,23 @@ def load_models(args):
     return tokenizer, mode, make
 
 
-def write(tokenizer, mode, stream, show):
-    """Shows a stream's text as it comes -> the result, a dict, and a line of statistics."""
-    text, ids, written = TextStream(tokenizer), [], []
-
-    def pieces():
-        for token in stream:
-            ids.append(token.id)
-            yield from text.push(token.id, token.drafted)
-        yield from text.finish()
-
-    for piece, drafted in pieces():
-        written.append(piece)
-        show(piece, drafted)
+def write(tokenizer, mode, stream, show=None):
+    """Writes a stream's text, piece by piece -> the result, a dict, and a line of statistics."""
+    text, ids, written = TextStream(tokenizer), [], ""
+    for token in chain(stream, [None]):  # None: the text has ended
+        ids += [token.id] if token else []
+        for piece, drafted in text.push(token.id, token.drafted) if token else text.finish():
+            written += piece
+            if show:
+                show(piece, drafted)
     s = stream.stats
     line = f"{mode}: {s.tokens} tokens, {s.passes} passes, {s.tokens_per_pass:.2f} tokens per pass"
     if mode != "regular":
         line += f", {s.accepted} of {s.drafted} drafted accepted ({s.acceptance_rate:.0%})"
     line += f", {s.tokens_per_second:.1f} tokens/s in {s.seconds:.3f} s"
-    line += ", cut by --max-tokens" * (s.stop == "length")
+    line += ", cut by --max-tokens\n" if s.stop == "length" else "\n"
     names = "tokens passes drafted accepted prompt_tokens seconds tokens_per_second stop".split()
-    result = {"text": "".join(written), "token_ids": ids, "mode": mode}
+    result = {"mode": mode, "text": written, "token_ids": ids}
     return result | {name: getattr(s, name) for name in names}, line
 
 
@@ -278,33 +264,31 @@ def run(args, color):
     extra = {}
     if reference is not None and mode == "prompt-lookup":
         extra["reference"] = mx.array(encode(tokenizer, args.reference, reference), mx.uint32)
-    for decoder in (make(mode), make("regular")) if args.compare and prompts else ():
-        list(decoder.stream(prompts[0], max_tokens=min(16, args.max_tokens)))  # warm both up
+    if args.compare and prompts:  # the cost of first runs would fall on one of the two
+        warm = {"prompt": prompts[0], "max_tokens": min(16, args.max_tokens)}
+        list(make(mode).stream(**warm, **extra)), list(make("regular").stream(**warm))
     decoder, regular = make(mode), make("regular")
+    as_json = args.json or args.prompts_file is not None
 
     def show(piece, drafted=False):  # style and reset in one write, so that none is left on
         sys.stdout.write(f"{DRAFTED}{piece}{RESET}" if color and drafted else piece)
         sys.stdout.flush()
 
-    as_json = args.json or args.prompts_file is not None
     for i, prompt in enumerate(prompts, 1):
         stream = decoder.stream(prompt, max_tokens=args.max_tokens, **extra)
-        result, line = write(tokenizer, mode, stream, (lambda *_: None) if as_json else show)
-        if not as_json:
-            legend = f"{DRAFTED}drafted and accepted{RESET}, the target model's own\n"
-            show("\n")
-            print(legend * (color and mode != "regular") + line, file=sys.stderr)
+        result, report = write(tokenizer, mode, stream, None if as_json else show)
+        if color and mode != "regular":
+            report = f"{DRAFTED}drafted and accepted{RESET}, the target model's own\n{report}"
         if args.compare:
             stream = regular.stream(prompt, max_tokens=args.max_tokens)
-            plain, line = write(tokenizer, "regular", stream, lambda *_: None)
+            plain, line = write(tokenizer, "regular", stream)
             speedup = plain["seconds"] / result["seconds"] if result["seconds"] else 0.0
             same = plain["token_ids"] == result["token_ids"]
             result |= {"regular": plain, "identical": same, "speedup": speedup}
-            if not as_json:
-                verdict = "identical texts" if same else "the texts DIFFER"
-                print(f"{line}\nspeedup: {speedup:.2f}x, {verdict}", file=sys.stderr)
-        if as_json:
-            show(json.dumps(result) + "\n")
+            verdict = "identical texts" if same else "the texts DIFFER"
+            report += f"{line}speedup: {speedup:.2f}x, {verdict}\n"
+        show(json.dumps(result) + "\n" if as_json else "\n")
+        print("" if as_json else report, end="", file=sys.stderr)
         if args.prompts_file is not None and sys.stderr.isatty():
             bar = f"\r[{'#' * (30 * i // len(prompts)):<30}] {i}/{len(prompts)}"
             print(bar, end="\n" * (i == len(prompts)), file=sys.stderr, flush=True)
@@ -319,19 +303,16 @@ def main(argv=None):
     try:
         run(args, color)
         return 0
-    except KeyboardInterrupt:
-        status = 130
-    except BrokenPipeError:
-        status = 0
+    except (KeyboardInterrupt, BrokenPipeError) as end:
+        for stream in sys.stdout, sys.stderr:  # the style off; what is left has no reader
+            if stream.isatty():
+                print(RESET * color, file=stream, flush=True)
+            else:
+                os.dup2(os.open(os.devnull, os.O_WRONLY), stream.fileno())
+        return 130 if isinstance(end, KeyboardInterrupt) else 0
     except (ValueError, OSError) as error:
         print(f"main.py: error: {' '.join(str(error).split())}", file=sys.stderr)
         return 2
-    for stream in sys.stdout, sys.stderr:  # the style off; what is left has no reader
-        if stream.isatty():
-            print(RESET * color, file=stream, flush=True)
-        else:
-            os.dup2(os.open(os.devnull, os.O_WRONLY), stream.fileno())
-    return status
 
 
 if __name__ == "__main__":
