@@ -21,9 +21,9 @@ class TextStream:
 
     Decoding is not append-only: T5 drops the space before a piece that is decoded alone, and a
     character can take several tokens. So each token is decoded behind a few before it, and what it
-    adds is printed. What a later token may still change is held back: an unfinished character (it
-    decodes to U+FFFD), and a run of byte-fallback tokens (one bad byte spoils all its characters).
-    All pieces together are `tokenizer.decode(ids, skip_special_tokens=True)`.
+    adds is printed, but for what a later token may change: an unfinished character (U+FFFD), a run
+    of byte-fallback tokens (one bad byte spoils all of it). All pieces together are
+    `tokenizer.decode(ids, skip_special_tokens=True, clean_up_tokenization_spaces=False)`.
     """
 
     CONTEXT = 8  # tokens to decode behind; a character has at most 4 bytes
@@ -82,18 +82,17 @@ class TextStream:
         return marks
 
 
-def number(kind, low, high=math.inf, auto=False):
+def between(low, high=math.inf, kind=int, auto=False):
     """An argparse type: a number from low to high, or "auto" (None) where that is allowed."""
 
-    def parse(text):
+    def number(text):  # argparse shows its name where kind() fails
         if auto and text == "auto":
             return None
         if not low <= kind(text) <= high:
             raise argparse.ArgumentTypeError(f"{text} is not in [{low}, {high}]")
         return kind(text)
 
-    parse.__name__ = kind.__name__  # argparse names it where kind() fails
-    return parse
+    return number
 
 
 def parse_arguments(argv=None):
@@ -101,55 +100,54 @@ def parse_arguments(argv=None):
     parser = argparse.ArgumentParser(
         prog="main.py",
         usage="%(prog)s [options]",
-        description="Write text with a T5 in fewer passes, by prompt lookup decoding or, given a"
-        " draft model (each a folder or a Hugging Face id), speculative decoding.",
-        formatter_class=lambda prog: argparse.HelpFormatter(prog, max_help_position=26),
+        description="Write text with a T5. Models are folders or Hugging Face ids. (Defaults)",
         allow_abbrev=False,
     )
     parser.error = lambda message: parser.exit(2, f"main.py: error: {message}\n")
+    natural, positive = {"type": between(0), "metavar": "N"}, {"type": between(1), "metavar": "N"}
     add = (group := parser.add_argument_group("text")).add_argument
     add("--model", "--model-name", default=DEFAULT_MODEL, metavar="M", help="target model (demo)")
-    add("-m", "--max-tokens", type=number(int, 0), default=200, metavar="N", help="at most (200)")
+    add("-m", "--max-tokens", default=200, **natural, help="write at most N tokens (200)")
     add = group.add_mutually_exclusive_group().add_argument
-    add("--prompt", metavar="TEXT", help="the prompt; - reads standard input (an example)")
+    add("--prompt", default=DEFAULT_PROMPT, help="- for standard input (an example)")
     add("--prompt-file", metavar="FILE", help="a file with the prompt")
     add("--prompts-file", metavar="FILE", help='lines of {"prompt": TEXT}; one JSON result each')
     add = parser.add_argument_group("drafting").add_argument
-    add("--draft-model", "--draft-model-name", metavar="M", help="a smaller model, to draft")
+    add("--draft-model", "--draft-model-name", metavar="M", help="a smaller model that drafts")
     names = "-n", "--num-draft", "--n-draft", "--num-draft-tokens"
-    add(*names, type=number(int, 0, auto=True), metavar="N", help="draft at most N (auto)")
+    add(*names, type=between(0, auto=True), metavar="N", help="draft at most N tokens (auto)")
     add("--fixed-draft", action="store_true", help="draft N (10) whether or not it pays")
-    add("--ngram-max", type=number(int, 1), default=16, metavar="N", help="longest n-gram (16)")
-    add("--ngram-min", type=number(int, 1), default=1, metavar="N", help="shortest n-gram (1)")
+    add("--ngram-max", default=16, **positive, help="longest n-gram to look up (16)")
+    add("--ngram-min", default=1, **positive, help="shortest n-gram to look up (1)")
     add("--reference", metavar="FILE", help="another text to look up drafts in")
-    add("--delta", type=number(float, 0, 1), default=0.0, metavar="D", help="lenience (0)")
+    add("--delta", type=between(0, 1, float), default=0, help="lenience (0: the target's text)")
     add("--regular-decode", action="store_true", help="plain decoding, without drafts")
     add = parser.add_argument_group("sampling").add_argument
-    add("--temp", type=number(float, 0), default=0.0, metavar="T", help="temperature (0)")
-    add("--top-p", type=number(float, 1e-6, 1), default=1.0, metavar="P", help="(1: all tokens)")
-    add("--top-k", type=number(int, 0), default=0, metavar="K", help="(0: all tokens)")
-    add("--seed", type=number(int, 0, 2**32 - 1), default=0, metavar="S", help="(0)")
+    add("--temp", type=between(0, kind=float), default=0, help="temperature (0: likeliest token)")
+    add("--top-p", type=between(1e-6, 1, float), default=1, help="nucleus (1: all tokens)")
+    add("--top-k", default=0, **natural, help="sample from the N likeliest tokens (0: all)")
+    add("--seed", type=between(0, 2**32 - 1), default=0, help="another seed, another text (0)")
     add = parser.add_argument_group("output").add_argument
     add("--color", action=argparse.BooleanOptionalAction, help="mark drafted text (on terminals)")
     add("--compare", action="store_true", help="plain decoding, too: both times, their ratio")
     add("--json", action="store_true", help="one JSON object instead of the text")
 
     args = parser.parse_args(argv)
+    args.json |= args.prompts_file is not None
     if args.ngram_min > args.ngram_max:
         parser.error(f"--ngram-min {args.ngram_min} is above --ngram-max {args.ngram_max}")
-    lookup, unused = ["ngram_max", "ngram_min", "reference"], {}
-    if args.regular_decode:
-        drafting = ["draft_model", "num_draft", "fixed_draft", "delta", *lookup]
-        unused |= dict.fromkeys(drafting, "with --regular-decode")
-    elif args.draft_model is not None:
-        unused |= dict.fromkeys(lookup, "with --draft-model")
-    if args.temp == 0:
-        unused |= dict.fromkeys(["top_p", "top_k", "seed"], "at --temp 0")
-    if args.json or args.prompts_file is not None:
-        unused["color"] = "on JSON"
-    for name, why in unused.items():
-        if getattr(args, name) != parser.get_default(name):
-            print(f"note: --{name.replace('_', '-')} has no effect {why}", file=sys.stderr)
+    lookup = ["ngram_max", "ngram_min", "reference"]
+    drafting = ["draft_model", "num_draft", "fixed_draft", "delta", *lookup]
+    speculative = args.draft_model is not None and not args.regular_decode
+    for names, where in [
+        (drafting * args.regular_decode, "with --regular-decode"),
+        (lookup * speculative, "with --draft-model"),
+        (["top_p", "top_k", "seed"] * (args.temp == 0), "at --temp 0"),
+        (["color"] * args.json, "on JSON"),
+    ]:
+        for name in names:
+            if getattr(args, name) != parser.get_default(name):
+                print(f"note: --{name.replace('_', '-')} has no effect {where}", file=sys.stderr)
     return args
 
 
@@ -158,10 +156,8 @@ def read_text(path):
     try:
         with open(0 if path == "-" else path, "rb", closefd=path != "-") as file:
             return file.read().decode("utf-8-sig").removesuffix("\n").removesuffix("\r")
-    except OSError as error:
-        raise ValueError(f"cannot read {path}: {error.strerror}") from None
-    except UnicodeDecodeError as error:
-        raise ValueError(f"{path} is not UTF-8: {error}") from None
+    except (OSError, UnicodeError) as error:
+        raise ValueError(f"cannot read {path}: {getattr(error, 'strerror', error)}") from None
 
 
 def read_prompts(args):
@@ -176,9 +172,7 @@ def read_prompts(args):
                 raise ValueError(f'{where} is not {{"prompt": TEXT}}') from None
         return prompts
     path = "-" if args.prompt == "-" else args.prompt_file
-    if path is not None:
-        return [(path, read_text(path))]
-    return [("--prompt", DEFAULT_PROMPT if args.prompt is None else args.prompt)]
+    return [("--prompt", args.prompt) if path is None else (path, read_text(path))]
 
 
 def encode(tokenizer, where, text):
@@ -193,15 +187,14 @@ def encode(tokenizer, where, text):
 
 def check_draft(model, tokenizer, draft_model, draft_tokenizer):
     """ValueError unless the tokens are the same; how their tables are padded does not matter."""
-    different = tokenizer.get_vocab().items() ^ draft_tokenizer.get_vocab().items()
-    for token, i in sorted(different, key=lambda item: item[1])[:1]:
-        raise ValueError(f"only one of target and draft model has the token {i}, {token!r}")
-    special = [
-        {"eos": m.config.eos_ids, "start": m.config.start_id, "pad": t.pad_token_id}
-        for m, t in ((model, tokenizer), (draft_model, draft_tokenizer))
-    ]
-    if special[0] != special[1]:
-        raise ValueError(f"special ids: target model {special[0]}, draft model {special[1]}")
+    pairs = (model.config, tokenizer), (draft_model.config, draft_tokenizer)
+    special = [{"eos": m.eos_ids, "start": m.start_id, "padding": t.pad_token_id} for m, t in pairs]
+    ours, theirs = ({**t.get_vocab(), **ids} for (_, t), ids in zip(pairs, special, strict=True))
+    for name in sorted(name for name, _ in ours.items() ^ theirs.items())[:1]:
+        raise ValueError(
+            f"the draft model has other tokens than the target model: {name!r} is"
+            f" {theirs.get(name)}, not {ours.get(name)}"
+        )
 
 
 def load_models(args):
@@ -268,7 +261,6 @@ def run(args, color):
         warm = {"prompt": prompts[0], "max_tokens": min(16, args.max_tokens)}
         list(make(mode).stream(**warm, **extra)), list(make("regular").stream(**warm))
     decoder, regular = make(mode), make("regular")
-    as_json = args.json or args.prompts_file is not None
 
     def show(piece, drafted=False):  # style and reset in one write, so that none is left on
         sys.stdout.write(f"{DRAFTED}{piece}{RESET}" if color and drafted else piece)
@@ -276,7 +268,7 @@ def run(args, color):
 
     for i, prompt in enumerate(prompts, 1):
         stream = decoder.stream(prompt, max_tokens=args.max_tokens, **extra)
-        result, report = write(tokenizer, mode, stream, None if as_json else show)
+        result, report = write(tokenizer, mode, stream, None if args.json else show)
         if color and mode != "regular":
             report = f"{DRAFTED}drafted and accepted{RESET}, the target model's own\n{report}"
         if args.compare:
@@ -287,8 +279,8 @@ def run(args, color):
             result |= {"regular": plain, "identical": same, "speedup": speedup}
             verdict = "identical texts" if same else "the texts DIFFER"
             report += f"{line}speedup: {speedup:.2f}x, {verdict}\n"
-        show(json.dumps(result) + "\n" if as_json else "\n")
-        print("" if as_json else report, end="", file=sys.stderr)
+        show(json.dumps(result) + "\n" if args.json else "\n")
+        print("" if args.json else report, end="", file=sys.stderr)
         if args.prompts_file is not None and sys.stderr.isatty():
             bar = f"\r[{'#' * (30 * i // len(prompts)):<30}] {i}/{len(prompts)}"
             print(bar, end="\n" * (i == len(prompts)), file=sys.stderr, flush=True)

@@ -558,7 +558,7 @@ def refused(result, *words):
         (["--prompt-file", "missing.txt"], ["missing.txt"]),
         (["--prompt-file", "."], ["."]),
         (["--prompt-file", ""], []),
-        (["--prompt-file", "binary"], ["binary", "UTF-8"]),
+        (["--prompt-file", "binary"], ["binary", "utf-8"]),
         (["--prompts-file", "missing.jsonl"], ["missing.jsonl"]),
         (["--prompts-file", "broken.jsonl"], ["broken.jsonl", "line 2"]),
         (["--prompts-file", "numbers.jsonl"], ["numbers.jsonl", "line 1"]),
@@ -571,7 +571,7 @@ def refused(result, *words):
         (["--prompt", "-"], ["empty"]),
         (["--model", "missing"], ["missing", "no such folder"]),
         (["--draft-model", "missing"], ["missing", "no such folder"]),
-        (["--draft-model", "other-tokens"], ["token", "'b'"]),
+        (["--draft-model", "other-tokens"], ["token", "'b'", "1"]),
         (["--draft-model", "other-pad"], ["pad", "5"]),
         (["--draft-model", "other-start"], ["start", "3"]),
         (["--draft-model", "other-eos"], ["eos", "2"]),
@@ -676,4 +676,4 @@ def test_demo_refuses_a_draft_model_of_other_tokens(tmp_path):
     content = json.loads(tokenizer.read_text())
     content["model"]["vocab"][100][0] += "x"
     tokenizer.write_text(json.dumps(content))
-    refused(demo("--draft-model", str(tmp_path / "draft")), "token 100")
+    refused(demo("--draft-model", str(tmp_path / "draft")), "tokens", "not 100")
