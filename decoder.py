@@ -133,19 +133,100 @@ class Sampler:
 
 
 class DraftLength:
-    """How many tokens to draft next. (Placeholder: the ceiling.)"""
+    """How many tokens to draft for the next pass, 0 included.
 
-    def __init__(self, ceiling=10, fixed=False, cost=None):
-        self.ceiling = ceiling
+    Text that a drafter can foresee comes in runs. A run has as many tokens however it is written,
+    so that length is best which writes the rest of the run at the least cost. The chance that the
+    next draft token is right is counted in a table, old trials fading, by the length of the
+    evidence: of the matching n-gram, or of the run of drafts that were right. It grows by one along
+    a draft. The first token's chance also depends on `doubt`, a small number for whatever else the
+    drafter knows. The cost of a width is a line through the cost of a plain pass, plus how far each
+    width is off that line.
 
-    def choose(self, evidence, limit):
-        return min(limit, self.ceiling)
+    Args:
+        ceiling: The most tokens to draft.
+        cost: cost(k) of drafting k tokens and verifying them in one pass, in any unit; None: learnt
+            from `timed`.
+        chances: What the table begins with.
+    """
 
-    def update(self, evidence, drafted, accepted):
-        pass
+    CHANCES = (0.1, 0.45, 0.6, 0.75, 0.85, 0.92, 0.95)  # at lengths 0, 1, 2, 4, 8, 16, 32 and more
+    DOUBTS = (1.0, 0.7, 0.4)
+    FADE, AHEAD = 0.99, 8
 
-    def timed(self, drafted, seconds):
-        pass
+    def __init__(self, ceiling=24, cost=None, chances=CHANCES):
+        self.ceiling, self.learns, self.chances = ceiling, cost is None, chances
+        self.trials = {}  # (length's group, doubt): [right, tried]
+        self.unseen, self.patience = 0, 8  # passes without a trial; after how many to try again
+        self.plain, self.alpha = None, 0.15  # seconds of a plain pass; slope of the line
+        self.xx, self.xy = 16.0, 16.0 * self.alpha  # its least squares, with a prior
+        self.off = [0.0] * (ceiling + 1)
+        self.costs = [(cost or self._line)(k) for k in range(ceiling + 1)]
+
+    def _line(self, k):
+        return (1 + self.alpha * k) * (1 + self.off[k])
+
+    def _trial(self, length, doubt, i):
+        key = min((length + i).bit_length(), 6), doubt if i == 0 else None
+        if key not in self.trials:
+            chance = self.chances[key[0]] * (self.DOUBTS[doubt % 3] if i == 0 else 1)
+            self.trials[key] = [2 * chance, 2.0]
+        return self.trials[key]
+
+    def choose(self, length, doubt, limit):
+        """The evidence, and how many tokens there are to draft or to use -> 0 to limit."""
+        top, costs, limit = self.ceiling, self.costs, min(limit, self.ceiling)
+        if limit <= 0:
+            return 0
+        trials = (self._trial(length, doubt, i) for i in range(self.AHEAD + 1))
+        chances = [right / tried for right, tried in trials]
+        last = min(chances[-1], 0.995)
+        chances += [last] * top
+        # rest[i]: the least cost of the rest of the run once its first i tokens are written
+        steady = min(costs[k] / (1 - last ** (k + 1)) for k in range(top + 1))
+        rest = [0.0] * self.AHEAD + [steady] * (top + 2)
+        for i in range(self.AHEAD - 1, -1, -1):
+            least, reach, best = math.inf, 1.0, 0
+            for k in range((top if i else limit) + 1):
+                if costs[k] >= least:
+                    break
+                reach *= chances[i + k]
+                if costs[k] + reach * rest[i + k + 1] < least - 1e-9:
+                    least, best = costs[k] + reach * rest[i + k + 1], k
+            rest[i] = least
+        if best == 0 and self.unseen >= self.patience:
+            return 1  # the world may have changed
+        return best
+
+    def update(self, length, doubt, right, wrong):
+        """So many of the drafter's tokens, verified or not, were right; was the next one wrong?"""
+        for i in range(right + wrong):
+            trial = self._trial(length, doubt, i)
+            trial[:] = self.FADE * trial[0] + (i < right), self.FADE * trial[1] + 1
+        if right + wrong == 0:
+            self.unseen += 1
+        elif self.unseen >= self.patience:  # it was tried again: soon once more, or later
+            self.unseen, self.patience = 0, 2 if right else min(2 * self.patience, 64)
+        else:
+            self.unseen = 0
+
+    def timed(self, k, seconds):
+        """A pass, its drafting included, took so long."""
+        if not self.learns:
+            return
+        if k == 0:  # slow passes may have been disturbed, fast ones not
+            plain = seconds if self.plain is None else self.plain
+            rate = 0.5 if seconds < plain else 0.1
+            self.plain = plain + rate * (min(seconds, 1.5 * plain) - plain)
+        elif self.plain is not None:
+            ratio = seconds / self.plain
+            ratio = min(max(ratio, 0.5 * self.costs[k]), 1.5 * self.costs[k])
+            self.xx, self.xy = 0.95 * self.xx + k * k, 0.95 * self.xy + k * (ratio - 1)
+            self.alpha = min(max(self.xy / self.xx, 0.0), 10.0)
+            off = ratio / (1 + self.alpha * k) - 1
+            for j in range(max(1, k - 2), min(self.ceiling, k + 2) + 1):
+                self.off[j] += 0.2 * 0.3 ** abs(j - k) * (off - self.off[j])
+        self.costs = [self._line(k) for k in range(self.ceiling + 1)]
 
 
 class Decoder:
@@ -235,14 +316,17 @@ class Decoder:
 
 
 class DraftingDecoder(Decoder):
-    """The draft -> verify -> accept loop; what drafts is a drafter (see _drafter).
+    """The draft -> verify -> accept loop; what drafts is a drafter.
 
     Args:
-        num_draft: The most tokens to draft for a pass; None: automatic; 0: plain decoding.
-        fixed_draft: Always draft as many as num_draft (10 if None) and the drafter allow.
+        num_draft: The most tokens to draft for a pass (None: 24); 0: plain decoding. How many are
+            drafted is decided by DraftLength, which goes on learning from stream to stream.
+        fixed_draft: Always draft num_draft tokens (10 if None), or as many as there are.
         delta: Lenience: a draft token x is also accepted when p(x) >= (1 - delta) p(y), y being
             the target's choice. At 0 the text is what the target alone would write.
     """
+
+    chances = DraftLength.CHANCES
 
     def __init__(self, model, eos_id=1, num_draft=None, fixed_draft=False, delta=0.0, **sampling):
         super().__init__(model, eos_id, **sampling)
@@ -254,10 +338,10 @@ class DraftingDecoder(Decoder):
         self.policy = self._policy()
 
     def _policy(self):
-        ceiling = self.num_draft
-        if ceiling is None:
-            ceiling = 10
-        return DraftLength(ceiling, self.fixed_draft)
+        # Lenient text depends on the draft lengths, and must not depend on the clock.
+        cost = None if self.delta == 0 else lambda k: 1 + 0.15 * k
+        ceiling = 24 if self.num_draft is None else self.num_draft
+        return DraftLength(ceiling, cost, self.chances)
 
     def _accept(self, scores, choice, draft):
         """How many draft tokens are accepted. scores (k+1, V), choice (k+1,), draft (k,) -> ()."""
@@ -273,9 +357,12 @@ class DraftingDecoder(Decoder):
 
     def _draft(self, cache, token, max_tokens, drafter):
         policy = self.policy if self.delta == 0 else self._policy()
+        fixed = 10 if self.num_draft is None else self.num_draft
         position = 0
         while position < max_tokens:
-            k = policy.choose(drafter.evidence, min(drafter.limit, max_tokens - position - 1))
+            limit = min(drafter.limit(policy), max_tokens - position - 1)
+            evidence = drafter.length, drafter.doubt
+            k = min(limit, fixed) if self.fixed_draft else policy.choose(*evidence, limit)
             began = time.perf_counter()
             draft = drafter.draft(k, position)
             logits = self.model.decode(mx.concatenate([token, draft]), cache)
@@ -286,13 +373,13 @@ class DraftingDecoder(Decoder):
             output = mx.where(mx.arange(k + 1) < accepted, mx.pad(draft, (0, 1)), choice)
             found = drafter.follow(output, accepted)
             output, accepted, values, *found = read(output, accepted, values, *found)
-            policy.timed(k, time.perf_counter() - began)
+            if position and drafter.steady:  # no encoding in it
+                policy.timed(k, time.perf_counter() - began)
             n = accepted.item()
-            policy.update(drafter.evidence, k, n)
             output = output.tolist()[: n + 1]
             self._check(values.tolist()[: n + 1], logits)
             cache.trim(k - n)
-            drafter.settle(output, k, found)
+            policy.update(*evidence, *drafter.settle(output, k, found))
             token = mx.array(output[-1:], mx.uint32)
             position += n + 1
             yield output, n, k
@@ -303,6 +390,8 @@ class SpeculativeDecoder(DraftingDecoder):
 
     Args: as for Decoder and DraftingDecoder, and draft_model, a model like the target.
     """
+
+    chances = (0.7, 0.75, 0.8, 0.85, 0.9, 0.93, 0.95)
 
     def __init__(self, model, draft_model, eos_id=1, **options):
         super().__init__(model, eos_id, **options)
@@ -322,18 +411,24 @@ class SpeculativeDecoder(DraftingDecoder):
 class ModelDrafter:
     """Drafts with a model whose cache holds the text so far but for the tokens in `unfed`."""
 
-    evidence = None
-    limit = math.inf
+    doubt = 0
 
     def __init__(self, model, sampler, prompt, width):
         self.model, self.sampler, self.prompt, self.width = model, sampler, prompt, width
         self.cache, self.unfed = None, []
+        self.length = 0  # of the run of right drafts since the last wrong one
+        self.steady = True
+
+    def limit(self, policy):
+        """Nothing is drafted before it is known what a plain pass costs."""
+        return 0 if policy.learns and policy.plain is None else math.inf
 
     def draft(self, k, position):
         """k tokens for output positions position …, (k,) uint32, not evaluated."""
         if k == 0:
             return mx.zeros((0,), mx.uint32)
         tokens = mx.array(self.unfed, mx.uint32)
+        self.steady = self.cache is not None
         if self.cache is None:  # the prompt is encoded when it is needed first
             self.cache, start = self.model.start(self.prompt)
             tokens = mx.concatenate([start, tokens])
@@ -352,7 +447,9 @@ class ModelDrafter:
         """After a pass that wrote output: n accepted draft tokens of k, and one more."""
         if k == 0:
             self.unfed += output
-            return
+            return 0, 0
         n = len(output) - 1
+        self.length = self.length + n if n == k else 0
         self.cache.trim(max(k - 1 - n, 0))  # the last draft token was never fed
         self.unfed = output[n - 1 :] if n == k else output[n:]
+        return n, n < k

@@ -11,9 +11,9 @@ import mlx.core as mx
 
 from decoder import DraftingDecoder, read
 
-# Two ids that no token has. NONE stands before the first token and after the last one, SEAM
-# between two texts: no n-gram reaches across either, and no draft goes on past one.
-NONE, SEAM = 2**32 - 1, 2**32 - 2
+# Ids that no token has. NONE stands before the first token and after the last one, SEAM + i behind
+# text i: they differ, so that no n-gram reaches across one, and no draft goes on past one.
+NONE, SEAM = 2**32 - 1, 2**32 - 4
 CHUNK = 1024  # the buffer grows by this many tokens
 
 
@@ -26,17 +26,17 @@ def constants(n):
     return rows, none
 
 
-def unmatched(buffer, places, suffix):
-    """How many of the last n tokens do not match at each place: (places,).
+def mismatches(buffer, places, suffix):
+    """Which of the last n tokens differ at each place: (n, places), their row numbers or 0.
 
     Place j is the n ids that end at buffer[j + n]; suffix (n, 1) is the last n tokens, the oldest
-    first. The newest token that differs decides: its row number, 0 if none does.
+    in row 1. The largest number at a place is how many tokens do not match there.
     """
     n = suffix.shape[0]
     windows = mx.as_strided(buffer, (n, places), (1, 1), 1)  # a column per place; nothing is copied
     different = windows != suffix
     rows, _ = constants(n)
-    return mx.max((different.view(mx.uint8) if n < 256 else different) * rows, axis=0)
+    return (different.view(mx.uint8) if n < 256 else different) * rows
 
 
 def check_ngrams(ngram_max, ngram_min):
@@ -75,7 +75,8 @@ def find_draft(context, ngram_max, ngram_min, num_draft, seam=0):
     parts = [none, context[:seam], none[:1], context[seam:]] if seam else [none, context]
     buffer = mx.concatenate(parts)
     end = buffer.size - n
-    wrong = unmatched(buffer, end - 1, mx.as_strided(buffer, (n, 1), (1, 1), end))
+    suffix = mx.as_strided(buffer, (n, 1), (1, 1), end)
+    wrong = mx.max(mismatches(buffer, end - 1, suffix), axis=0)
     if seam:
         wrong[seam - 1] = n  # it ends at the seam: nothing to draft
     place, fewest = read(mx.argmin(wrong), mx.min(wrong))  # argmin takes the earliest
@@ -87,21 +88,29 @@ def find_draft(context, ngram_max, ngram_min, num_draft, seam=0):
     return context[start : min(start + num_draft, stop)]
 
 
-def match_lengths(buffer, size, ngram_max):
-    """The same inside a pass's graph, where only the device knows how long the text is.
+def match_scores(buffer, size, ngram_max):
+    """The search inside a pass's graph, where only the device knows how long the text is.
 
     Args:
-        buffer: (B,) uint32: ngram_max times NONE, the texts with SEAM between them, NONE to the
-            end, once or more.
+        buffer: (B,) uint32: ngram_max times NONE, the texts with SEAM + i behind text i,
+            NONE to the end, once or more.
         size: () integer array: how many entries come before those last NONE.
 
-    Returns (B - ngram_max - 1,) uint8: the length, up to ngram_max <= 127, of the match whose draft
-    would begin at buffer[j + ngram_max + 1]; 0 where there is nothing to draft.
+    Returns the longest match's length, () uint8, up to ngram_max <= 127, and a score for each place
+    whose draft would begin at buffer[j + ngram_max + 1], (B - ngram_max - 1,) uint8, with the best
+    one, (): 0 where the match is shorter or nothing follows, else 1 and as many as there are more
+    matching tokens behind the one that ends the match.
     """
     n = ngram_max
     suffix = mx.slice(buffer, size - n, (0,), (n,))[:, None]
-    wrong = unmatched(buffer, buffer.size - n - 1, suffix)
-    return (n - wrong) * (buffer[n + 1 :] < SEAM).view(mx.uint8)
+    rows = mismatches(buffer, buffer.size - n - 1, suffix)
+    newest = mx.max(rows, axis=0)
+    older = mx.max(rows * (rows != newest).view(mx.uint8), axis=0)
+    follows = (buffer[n + 1 :] < SEAM).view(mx.uint8)
+    lengths = (n - newest) * follows
+    longest = mx.max(lengths)
+    scores = (lengths == longest).view(mx.uint8) * follows * (mx.maximum(newest, 1) - older)
+    return longest, scores, mx.max(scores)
 
 
 class PromptLookupDecoder(DraftingDecoder):
@@ -134,27 +143,30 @@ class PromptLookupDecoder(DraftingDecoder):
         prompt, reference = prompt.tolist(), [] if reference is None else list(map(int, reference))
         seam = getattr(self.model, "is_encoder_decoder", False)
         texts = [reference, prompt, []] if seam else [reference, prompt]
-        return self._draft(cache, token, max_tokens, LookupDrafter(texts, self))
+        return self._draft(
+            cache, token, max_tokens, LookupDrafter(texts, self.ngram_max, self.ngram_min)
+        )
 
 
 class LookupDrafter:
     """Drafts what followed the last tokens where they stood before."""
 
-    def __init__(self, texts, decoder):
+    steady = True
+
+    def __init__(self, texts, ngram_max, ngram_min):
         """texts: lists of token ids; the last one is written on."""
-        self.n, self.least = decoder.ngram_max, decoder.ngram_min
-        self.text = [NONE] * self.n
-        for text in texts:
-            self.text += text + [SEAM]
+        self.n, self.least, self.text = ngram_max, ngram_min, [NONE] * ngram_max
+        for i, text in enumerate(texts):
+            self.text += text + [SEAM + i]
         self.text.pop()
         self.buffer = mx.array(self.text, mx.uint32)
-        self.evidence, self.found = None, []
+        self.copied = len(self.text)  # where the text was last copied from
+        self.length, self.doubt, self.place, self.found = 0, 0, 0, []
         if texts[-1]:
             self._grow(0)
-            self.settle([], 0, read(*self._search(mx.array(len(self.text)))))
+            self._choose(*read(*match_scores(self.buffer, mx.array(len(self.text)), self.n)))
 
-    @property
-    def limit(self):
+    def limit(self, policy):
         return len(self.found)
 
     def _grow(self, tokens):
@@ -163,10 +175,6 @@ class LookupDrafter:
         if missing > 0:
             room = mx.full((missing + CHUNK,), NONE, mx.uint32)
             self.buffer = mx.concatenate([self.buffer, room])
-
-    def _search(self, size):
-        lengths = match_lengths(self.buffer, size, self.n)
-        return lengths, mx.max(lengths)
 
     def draft(self, k, position):
         return mx.array(self.found[:k], mx.uint32)
@@ -177,22 +185,36 @@ class LookupDrafter:
         kept = mx.where(mx.arange(output.size) <= accepted, output, NONE)
         size = len(self.text)
         self.buffer[size : size + output.size] = kept
-        return self._search(size + accepted + 1)
+        return match_scores(self.buffer, size + accepted + 1, self.n)
 
-    def settle(self, output, k, found):
-        """Chooses among the places of the longest match; the host knows the text by now."""
+    def settle(self, output, k, search):
+        """After a pass that wrote output -> how many tokens of what was found, drafted or not,
+        were right, and whether the next one was wrong."""
+        pairs = list(zip(output, self.found, strict=False))
+        right = next((i for i, (a, b) in enumerate(pairs) if a != b), len(pairs))
+        self.copied = self.place + len(output) if k else self.copied + len(output)
         self.text += output
-        lengths, longest = found
-        longest = longest.item()
-        self.evidence, self.found = longest, []
-        if longest < self.least:
+        self._choose(*search)
+        return right, right < len(pairs)
+
+    def _choose(self, longest, scores, best):
+        """Chooses among the best places; the host knows the text by now."""
+        self.length, best, self.found = longest.item(), best.item(), []
+        # Where no n-gram matches, one that lacks its last token tells where a copy may go on.
+        if self.length < self.least and (self.length or best <= max(self.least, 2)):
             return
-        places, lengths = [], bytes(memoryview(lengths))
-        end = len(lengths)
-        while len(places) < 64 and (end := lengths.rfind(longest, 0, end)) >= 0:
+        scores, places, end = bytes(memoryview(scores)), [], scores.size
+        while len(places) < 64 and (end := scores.rfind(best, 0, end)) >= 0:
             places.append(end + self.n + 1)
-        votes = [self.text[p] for p in places]
-        start = places[votes.index(max(votes, key=votes.count))]
-        self.found = self.text[start : start + 64]
-        if SEAM in self.found:
-            del self.found[self.found.index(SEAM) :]
+        near = {p: (1 + abs(p - self.copied)) ** -0.5 for p in places}
+        votes = {}
+        for p in places:
+            votes[self.text[p]] = votes.get(self.text[p], 0) + near[p]
+        winner = max(votes, key=votes.get)
+        agree = [p for p in places if self.text[p] == winner]
+        self.place = max(agree, key=near.get)
+        self.doubt = (len(agree) < len(places)) + (2 * len(agree) <= len(places))
+        self.doubt += 3 * (abs(self.place - self.copied) > 64)
+        self.found = self.text[self.place : self.place + 64]
+        seam = next((i for i, t in enumerate(self.found) if t >= SEAM), len(self.found))
+        del self.found[seam:]

@@ -1,0 +1,84 @@
+"""What prompt lookup would gain on logs of your own: answers are replayed, no model is run.
+
+    python benchmarks/replay.py FILE... --tokenizer spiece.model --alpha 0 0.15 0.3 [--json]
+
+A FILE has JSON lines with "prompt" and "response". Both are tokenized apart and joined, as a causal
+model has them (--seam: as an encoder-decoder has them), and an EOS ends each response. The real
+search and the real draft length decide; a draft token is accepted if it is what the response has.
+A pass that verifies k draft tokens costs 1 + alpha * k plain ones; speed is tokens per cost, plain
+decoding being 1. benchmarks/verify_cost.py measures the alpha of a machine.
+"""
+
+import argparse
+import json
+import sys
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
+import fast_blas  # noqa: F401  isort: skip
+import mlx.core as mx
+import sentencepiece
+
+from decoder import DraftLength, read
+from prompt_lookup import LookupDrafter
+
+CEILING, EOS = 24, 1
+
+
+def replay(answers, alpha, seam=False, ngram_max=16, ngram_min=1):
+    """answers [(prompt ids, response ids)] -> tokens, passes, drafted, accepted, cost"""
+    policy = DraftLength(CEILING, cost=lambda k: 1 + alpha * k)
+    tokens = passes = drafted = accepted = 0
+    for prompt, response in answers:
+        texts = [prompt, []] if seam else [prompt]
+        drafter, done = LookupDrafter(texts, ngram_max, ngram_min), 0
+        while done < len(response):
+            left = len(response) - done
+            k = policy.choose(drafter.length, drafter.doubt, min(drafter.limit(policy), left - 1))
+            draft, real = drafter.found[:k], response[done : done + k]
+            n = next((i for i in range(k) if draft[i] != real[i]), k)
+            output = response[done : done + n + 1]
+            found = read(*drafter.follow(mx.array(output, mx.uint32), mx.array(n)))
+            evidence = drafter.length, drafter.doubt
+            policy.update(*evidence, *drafter.settle(output, k, found))
+            done, tokens, passes = done + n + 1, tokens + n + 1, passes + 1
+            drafted, accepted = drafted + k, accepted + n
+    return tokens, passes, drafted, accepted, passes + alpha * drafted
+
+
+def main():
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("files", nargs="+", metavar="FILE", help="JSON lines")
+    parser.add_argument("--tokenizer", required=True, metavar="SPIECE", help="a spiece.model")
+    parser.add_argument("--alpha", type=float, nargs="+", default=[0.15], metavar="A")
+    parser.add_argument("--seam", action="store_true", help="prompt and response are two texts")
+    parser.add_argument("--json", action="store_true", help="a list with an object per FILE and A")
+    args = parser.parse_args()
+    encode = sentencepiece.SentencePieceProcessor(model_file=args.tokenizer).encode
+    results = []
+    for file in args.files:
+        lines = [json.loads(line) for line in open(file, encoding="utf-8") if line.strip()]
+        answers = [(encode(d["prompt"]), [*encode(d["response"]), EOS]) for d in lines]
+        for alpha in args.alpha:
+            tokens, passes, drafted, accepted, cost = replay(answers, alpha, args.seam)
+            results.append(
+                {
+                    "file": file,
+                    "alpha": alpha,
+                    "tokens_per_pass": tokens / passes,
+                    "drafted_per_pass": drafted / passes,
+                    "acceptance": accepted / max(drafted, 1),
+                    "speed": tokens / cost,
+                }
+            )
+            if not args.json:
+                row = (f"{k} {v:.3f}" for k, v in results[-1].items() if k not in ("file", "alpha"))
+                print(f"{file}, alpha {alpha}:", ", ".join(row), flush=True)
+    if args.json:
+        print(json.dumps(results, indent=2))
+
+
+if __name__ == "__main__":
+    main()
