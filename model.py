@@ -362,12 +362,16 @@ class T5:
         same whatever the draft lengths. One layer and a part of the head tell the limits.
         """
         layer, biases = self.decoder[0][0], self.decoder[1]
-        x = mx.random.normal((MAX_WIDTH, self.config.d_model), key=mx.random.key(0))
-        memory = mx.zeros((layer.cross_attention.heads, CHUNK, self.config.d_kv), self.head.dtype)
-        bias = biases[0].decoder(0, MAX_WIDTH, CHUNK)
+        c, position = self.config, CHUNK - MAX_WIDTH
+        x = mx.random.normal((MAX_WIDTH, c.d_model), key=mx.random.key(0))
+        keys = mx.random.normal((c.num_heads, position, c.d_kv), key=mx.random.key(1))
+        keys = keys.astype(layer.self_attention.qkv.dtype)
+        bias = biases[0].decoder(position, MAX_WIDTH, CHUNK)
 
         def rows(n):
-            y = layer.decode(x[:n], bias[:, :n], LayerCache(memory, memory), n)
+            cache = LayerCache(keys, keys)
+            cache.update(keys, keys, CHUNK)
+            y = layer.decode(x[:n], bias[:, :n], cache, n)
             return mx.concatenate([y, self.head(y, part=True)], axis=1)
 
         widths = [1, 2, 3, 4, 6, 8, 10, 12, 14, 15, 16, 20, 24, 28, MAX_WIDTH]
