@@ -45,6 +45,7 @@ class Tokenizer:
         self.vocab = vocab
 
     def __call__(self, text, verbose=True):
+        text.encode()  # as transformers' do, it refuses what is not Unicode
         return SimpleNamespace(input_ids=[ord(c) for c in text if c != " "] + [1])
 
     def convert_ids_to_tokens(self, i):
@@ -155,7 +156,8 @@ def fake(tmp_path):
     log = tmp_path / "log"
 
     def command(*options, **env):
-        env = {k: v for k, v in os.environ.items() if k != "NO_COLOR"} | {"LOG": str(log)} | env
+        ours = {k: v for k, v in os.environ.items() if k not in ("NO_COLOR", "PYTHONUNBUFFERED")}
+        env = {**ours, "LOG": str(log), **env}
         return {"args": [sys.executable, "main.py", *options], "cwd": tmp_path, "env": env}
 
     def run(*options, stdin=b"", **env):
