@@ -221,8 +221,8 @@ def convert_for_ctranslate2(folder, out):
     subprocess.run(command, check=True, stdout=sys.stderr)
 
 
-def measure(folders, size, long_prompt, prompts, runs):
-    began, fixed = time.perf_counter(), size == "flan-t5-base"
+def measure(folders, size, long_prompt, prompts, runs, began):
+    fixed = size == "flan-t5-base"
     tokens = {"flan-t5-base": FIXED_TOKENS, "t5-large": LARGE_TOKENS}.get(size, MAX_TOKENS)
     engines = [Engine(__file__, *item) for item in folders.items()]
     modes = {name: ["regular"] if fixed else MODES[name] for name in folders}
@@ -281,7 +281,7 @@ def main():
     if arguments.runs < 1:
         parser.error(f"--runs is {arguments.runs}: at least 1")
 
-    names = engine_names(arguments.peers)
+    began, names = time.perf_counter(), engine_names(arguments.peers)
     long_prompt, prompts = choose_prompts()
     with checkpoint(arguments.size) as folder, tempfile.TemporaryDirectory() as scratch:
         folders = dict.fromkeys(names, folder)
@@ -289,7 +289,7 @@ def main():
             converted = Path(scratch, "ctranslate2")
             convert_for_ctranslate2(folder, converted)
             folders |= {name: converted for name in names if name.startswith("ctranslate2")}
-        result = measure(folders, arguments.size, long_prompt, prompts, arguments.runs)
+        result = measure(folders, arguments.size, long_prompt, prompts, arguments.runs, began)
     if arguments.json:
         print(json.dumps(result))
         return

@@ -1,6 +1,7 @@
 """benchmarks/widen.py: a wider, deeper checkpoint with the same function."""
 
 import json
+import shutil
 import sys
 from pathlib import Path
 
@@ -16,11 +17,11 @@ import widen  # noqa: E402
 DEMO = ROOT / "demo" / "t5-demo"
 # Every number differs from the demo's, none is a multiple of it, encoder and decoder differ.
 ODD = dict(zip(widen.NAMES, (200, 7, 40, 700, 8, 7, 5000), strict=True))
+widen.SIZES["odd"] = ODD
 
 
 @pytest.fixture(scope="module")
 def wide(tmp_path_factory):
-    widen.SIZES["odd"] = ODD
     out = tmp_path_factory.mktemp("widen") / "odd"
     widen.write(DEMO, out, "odd")
     return out
@@ -56,6 +57,16 @@ def test_the_widened_model_writes_the_same_tokens(wide, prompts):
     assert np.abs(wide_logits[:, :old] - logits).max() < 1e-4 * logits.std()
     # The added rows of the vocabulary are the pad token's.
     assert np.abs(wide_logits[:, old:] - logits[:, :1]).max() < 1e-4 * logits.std()
+
+
+def test_the_epsilon_of_the_norms_is_widened_too(tmp_path, prompts):
+    """The demo's is too small to be seen in its logits."""
+    source = shutil.copytree(DEMO, tmp_path / "source")
+    config = json.loads((source / "config.json").read_text())
+    (source / "config.json").write_text(json.dumps(config | {"layer_norm_epsilon": 0.1}))
+    widen.write(source, tmp_path / "wide", "odd")
+    (_, logits), (_, wide_logits) = (greedy(tmp_path / f, prompts[:1]) for f in ("source", "wide"))
+    assert np.abs(wide_logits[:, : logits.shape[1]] - logits).max() < 1e-4 * logits.std()
 
 
 def test_the_widened_model_has_the_sizes_that_were_asked_for(wide):
