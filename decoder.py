@@ -339,7 +339,8 @@ class DraftingDecoder(Decoder):
 
     def _policy(self):
         # Lenient text depends on the draft lengths, and must not depend on the clock.
-        cost = None if self.delta == 0 else lambda k: 1 + 0.15 * k
+        learns = self.delta == 0 and not self.fixed_draft
+        cost = None if learns else lambda k: 1 + 0.15 * k
         ceiling = 24 if self.num_draft is None else self.num_draft
         return DraftLength(ceiling, cost, self.chances)
 

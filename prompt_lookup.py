@@ -106,7 +106,8 @@ def match_scores(buffer, size, ngram_max):
     rows = mismatches(buffer, buffer.size - n - 1, suffix)
     newest = mx.max(rows, axis=0)
     older = mx.max(rows * (rows != newest).view(mx.uint8), axis=0)
-    follows = (buffer[n + 1 :] < SEAM).view(mx.uint8)
+    real = buffer[n:] < SEAM
+    follows = (real[:-1] & real[1:]).view(mx.uint8)  # behind a token, not behind a seam
     lengths = (n - newest) * follows
     longest = mx.max(lengths)
     scores = (lengths == longest).view(mx.uint8) * follows * (mx.maximum(newest, 1) - older)

@@ -33,12 +33,14 @@ def test_text_is_the_same_with_and_without_drafts(ceiling, levels):
         model = HashModel(seed=seed, levels=levels, encoder=encoder)
         draft_model = HashModel(seed=seed + 1, levels=levels, encoder=encoder)
         plain = write(Decoder(model, eos), prompt, 30)
-        for decoder in drafting(model, draft_model, eos_id=eos, num_draft=ceiling):
+        options = {"eos_id": eos, "num_draft": ceiling, "fixed_draft": seed % 4 > 1}
+        for decoder in drafting(model, draft_model, **options):
             ids, drafted, stats = write(decoder, prompt, 30)
             assert ids == plain[0] and stats.stop == plain[2].stop
             assert stats.tokens == len(ids) and stats.accepted == sum(drafted)
-            accepted, rejected = accepted + stats.accepted, stats.drafted - stats.accepted
-    assert accepted > 100 and rejected > 50
+            accepted += stats.accepted
+            rejected += stats.drafted - stats.accepted
+    assert accepted > 60 and rejected > 50
 
 
 def test_ties_are_broken_alike_by_the_lowest_id():
@@ -152,7 +154,8 @@ def test_seconds_run_from_the_call_to_the_last_token():
 @pytest.fixture
 def evaluations(monkeypatch):
     """Counts what makes the host wait: read(), mx.eval, and reading an array by other means."""
-    counts = {"read": 0, "eval": 0, "async_eval": 0, "inside": 0, "other": 0}
+    counts = {"read": 0, "eval": 0, "async_eval": 0, "other": 0}
+    evaluated = {id(PROMPT): PROMPT}
 
     def counted(name, function):
         def wrapper(*args):
@@ -163,14 +166,12 @@ def evaluations(monkeypatch):
 
     def read(*arrays, original=decoding.read):
         counts["read"] += 1
-        counts["inside"] += 1
-        values = original(*arrays)
-        counts["inside"] -= 1
-        return values
+        evaluated.update({id(a): a for a in arrays})
+        return original(*arrays)
 
     def other(function):
         def wrapper(array, *args):
-            counts["other"] += not counts["inside"]
+            counts["other"] += id(array) not in evaluated
             return function(array, *args)
 
         return wrapper
@@ -263,14 +264,15 @@ def test_drafts_are_those_of_a_fresh_cache(fixed, encoder):
 def test_after_plain_passes_the_draft_model_is_fed_what_it_missed(monkeypatch):
     lengths = iter([0, 0, 3, 0, 2, 0, 0, 1] + [4] * 50)
 
-    class Changing(decoding.DraftLength):
-        def choose(self, evidence, limit):
-            return min(next(lengths), limit)
+    def choose(*args):
+        return min(next(lengths), args[-1])
 
-    monkeypatch.setattr(decoding, "DraftLength", Changing)
+    monkeypatch.setattr(decoding.DraftLength, "choose", choose)
     model = HashModel()
-    _, drafted, stats = write(SpeculativeDecoder(model, model, None), PROMPT, 60)
-    assert drafted[:13] == [False] * 2 + [True] * 3 + [False] * 2 + [True] * 2 + [False] * 3 + [True]
+    decoder = SpeculativeDecoder(model, model, None)
+    decoder.policy.plain = 1.0  # what a plain pass costs is known: drafting starts at once
+    _, drafted, stats = write(decoder, PROMPT, 60)
+    assert "".join("-x"[d] for d in drafted[:13]) == "--xxx--xx---x"
     assert stats.accepted == stats.drafted > 40
 
 
@@ -509,18 +511,18 @@ def test_fixed_draft_drafts_as_many_as_it_may(ceiling):
 
 @pytest.mark.parametrize("ceiling", [3, 30])
 def test_fixed_draft_of_prompt_lookup(ceiling):
-    model = HashModel(vocab=32, habit=0, whim=0)
-    model.habits = mx.eye(32)[mx.array([2, 2, *range(3, 32), 2] + [0] * 32)]  # 2 … 31, for ever
+    model = HashModel(vocab=64, habit=0, whim=0)
+    model.habits = mx.eye(64)[mx.array([2, 2, *range(3, 64), 2])]  # 2 … 63, for ever
     decoder = PromptLookupDecoder(model, None, num_draft=ceiling, fixed_draft=True)
-    _, _, stats = write(decoder, mx.array(list(range(2, 32)) * 3, mx.uint32), 100)
+    _, _, stats = write(decoder, mx.array(list(range(2, 64)) * 2, mx.uint32), 100)
     assert max(fed.size for fed in model.fed) == ceiling + 1
     assert stats.accepted == stats.drafted
 
 
 @pytest.mark.parametrize("ceiling", [1, 3, 10])
 def test_no_draft_is_longer_than_the_ceiling(ceiling):
-    model = HashModel()
-    for decoder in drafting(model, model, num_draft=ceiling):
+    model, draft_model = HashModel(), HashModel()
+    for decoder in drafting(model, draft_model, num_draft=ceiling):
         model.fed.clear()
         for prompt in prompts(5):
             write(decoder, prompt, 40)

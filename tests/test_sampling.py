@@ -44,16 +44,17 @@ def test_same_seed_same_text_with_any_drafts(part):
         sampling = SETTINGS[seed % 6] | {"seed": seed}
         k, fixed = int(rng.choice([1, 2, 4, 7, 10, 24])), bool(rng.integers(2))
         options = sampling | {"num_draft": k, "fixed_draft": fixed}
-        plain, *_ = write(Decoder(model, **sampling), prompt, 12)
+        plain, *_ = write(Decoder(model, **sampling), prompt, 9)
         look_up = PromptLookupDecoder(model, **options)
         speculate = SpeculativeDecoder(model, draft_model, **options)
         for decoder in (look_up, speculate):
-            ids, _, stats = write(decoder, prompt, 12)
+            ids, _, stats = write(decoder, prompt, 9)
             assert ids == plain, (options, prompt)
             accepted, drafted = accepted + stats.accepted, drafted + stats.drafted
-        other, *_ = write(Decoder(model, **sampling | {"seed": seed + 10_000}), prompt, 12)
-        length, different = length + bool(plain), different + (other != plain)
-    assert accepted > 300 and drafted - accepted > 300  # the drafts do disagree
+        if seed % 5 == 0 and plain:
+            other, *_ = write(Decoder(model, **sampling | {"seed": seed + 10_000}), prompt, 9)
+            length, different = length + 1, different + (other != plain)
+    assert accepted > 200 and drafted - accepted > 200  # the drafts do disagree
     assert different > 0.8 * length
 
 
@@ -85,7 +86,8 @@ def test_noise_of_a_differently_wide_table_is_cut_or_extended():
     of_narrow = sampler.choose(narrow, 0, 24)[0].tolist()
     of_own = sampler.choose(mx.zeros((40, 24)), 0)[0].tolist()
     assert [a == b for a, b in zip(of_narrow, of_own, strict=True)] == [b < 20 for b in of_own]
-    assert sum(a == b for a, b in zip(sampler.choose(wide, 0, 24)[0].tolist(), of_own)) > 30
+    of_wide = sampler.choose(wide, 0, 24)[0].tolist()
+    assert sum(a == b for a, b in zip(of_wide, of_own, strict=True)) > 30
 
 
 def test_a_low_temperature_is_nearly_greedy_and_0_is():
