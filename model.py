@@ -372,7 +372,9 @@ class T5:
             cache = LayerCache(keys, keys)
             cache.update(keys, keys, CHUNK)
             y = layer.decode(x[:n], bias[:, :n], cache, n)
-            return mx.concatenate([y, self.head(y, part=True)], axis=1)
+            y = mx.concatenate([y, self.head(y, part=True)], axis=1)
+            mx.eval(y)  # one at a time: in half precision MLX's CPU backend copies the weights
+            return y
 
         widths = [1, 2, 3, 4, 6, 8, 10, 12, 14, 15, 16, 20, 24, 28, MAX_WIDTH]
         results = [rows(n) for n in widths]

@@ -251,6 +251,28 @@ def test_neither_a_folder_nor_on_the_hub(name):
     assert "\n" not in str(error.value)
 
 
+@pytest.mark.parametrize("safetensors", [True, False])
+def test_a_hub_id_is_downloaded_by_huggingface_hub(copy, monkeypatch, safetensors):
+    folder, asked = copy("t5-v1.1"), []
+
+    def snapshot_download(name, allow_patterns, ignore_patterns):
+        asked.append((name, allow_patterns, ignore_patterns))
+        if not safetensors and len(asked) == 1:
+            (folder / "model.safetensors").unlink()
+        return str(folder)
+
+    monkeypatch.setattr("huggingface_hub.snapshot_download", snapshot_download)
+    if safetensors:
+        assert load("google/t5-v1_1-tiny")[0].eos_ids == (1,)
+    else:
+        with pytest.raises(ValueError, match="no weights"):
+            load("google/t5-v1_1-tiny")
+    patterns = [p for _, allowed, _ in asked for p in allowed]
+    assert {name for name, _, _ in asked} == {"google/t5-v1_1-tiny"}
+    assert any("bin" in p for p in patterns) is not safetensors
+    assert not any(p.endswith((".py", "*")) for p in patterns)  # no code, no other weights
+
+
 def test_code_in_a_checkpoint_is_not_run(copy):
     folder = copy("t5-v1.1")
     edit_json(folder / "config.json", auto_map={"AutoConfig": "evil.Config"})
