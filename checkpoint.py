@@ -258,6 +258,27 @@ def to_mlx(tensor):
     return mx.array(tensor.numpy())
 
 
+def load_tokenizer(folder, vocab_size):
+    """The folder's tokenizer, whose ids must all be below vocab_size."""
+    os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")  # it misses PyTorch, we do not
+    from transformers import AutoTokenizer
+
+    try:
+        tokenizer = AutoTokenizer.from_pretrained(
+            str(folder), local_files_only=True, trust_remote_code=False
+        )
+    except Exception as error:
+        reason = (str(error).strip().splitlines() or [type(error).__name__])[0]
+        raise ValueError(f"the tokenizer cannot be loaded: {reason}") from None
+    files = tokenizer.vocab_files_names.values()  # none for ByT5
+    if files and not any((folder / name).is_file() for name in files):
+        # transformers made up an empty one
+        raise ValueError(f"the folder has no tokenizer, none of {', '.join(files)}")
+    if len(tokenizer) > vocab_size:
+        raise ValueError(f"the tokenizer has {len(tokenizer)} ids, the model only {vocab_size}")
+    return tokenizer
+
+
 class Weights:
     """The tensors of a checkpoint; each is checked, read and forgotten as it is taken."""
 
@@ -288,8 +309,8 @@ class Weights:
     def matrix(self, names, rows, columns, widen=False):
         """Matrices (rows, columns) that share their input, as one of len(names) * rows rows.
 
-        -> [weight], or [weight, scales, biases] where convert.py has quantized it. `widen`: what
-        computes in float16 is cast to float32.
+        -> (weight, [], None), or (weight, [scales, biases], how) where convert.py has quantized it.
+        `widen`: what computes in float16 is cast to float32.
         """
         parts = {"weight": (columns, {})}
         if f"{names[0]}.scales" in self.tensors:
@@ -306,7 +327,7 @@ class Weights:
             if widen and arrays[-1].dtype == mx.float16:
                 arrays[-1] = arrays[-1].astype(mx.float32)
             mx.eval(arrays[-1])  # here, so that the pieces can go
-        return arrays
+        return arrays[0], arrays[1:], self.quantization if arrays[1:] else None
 
     def finish(self):
         """Raise ValueError where a tensor is left that no T5 has."""

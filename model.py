@@ -8,12 +8,18 @@ There is no batch dimension: activations are (positions, features).
 import fast_blas  # noqa: F401  isort: skip  (a fast BLAS on Linux: before mlx.core)
 
 import math
-import os
 
 import mlx.core as mx
 import numpy as np
 
-from checkpoint import EMBEDDINGS, Weights, find_folder, open_tensors, read_config
+from checkpoint import (
+    EMBEDDINGS,
+    Weights,
+    find_folder,
+    load_tokenizer,
+    open_tensors,
+    read_config,
+)
 
 CACHE_BYTES = 2**21  # about what one core's cache holds
 CHUNK = 256  # the cache grows by this many positions
@@ -61,14 +67,10 @@ def for_few_rows(weight):
 
 
 class Linear:
-    """x (L, columns) -> (L, rows) in the weights' precision, quantized or not.
+    """x (L, columns) -> (L, rows) in the precision of the matrix, quantized or not."""
 
-    Several matrices of the same input are one product: `rows` is the height of each.
-    """
-
-    def __init__(self, weights, names, rows, columns, few_rows=False, widen=False):
-        self.weight, *self.scales = weights.matrix(names, rows, columns, widen)
-        self.quantization = weights.quantization
+    def __init__(self, matrix, few_rows=False):
+        self.weight, self.scales, self.quantization = matrix
         self.dtype = self.scales[0].dtype if self.scales else self.weight.dtype
         if not self.scales:
             self.weight = for_few_rows(self.weight) if few_rows else self.weight.T[None]
@@ -84,43 +86,23 @@ class Linear:
         return (x @ self.weight).swapaxes(0, 1).reshape(x.shape[0], -1)
 
 
-class Embedding:
-    """ids (L,) -> the rows with these numbers (L, columns), and the head that shares the table."""
-
-    def __init__(self, weights, name, rows, columns):
-        self.parts = weights.matrix([name], rows, columns)
-        self.quantization = weights.quantization
-        self.dtype = self.parts[-1].dtype
-
-    def __call__(self, ids):
-        rows = [part[ids] for part in self.parts]
-        return mx.dequantize(*rows, **self.quantization) if rows[1:] else rows[0]
-
-    def as_head(self):
-        """The table as a Linear; where it is not quantized, and not small, no copy."""
-        head = object.__new__(Linear)
-        head.weight, *head.scales = self.parts
-        head.quantization, head.dtype = self.quantization, self.dtype
-        if not head.scales:
-            head.weight = for_few_rows(head.weight)
-        return head
-
-
 class Attention:
     """Multi-head attention without 1/sqrt(d): T5 folds that factor into its initialization.
 
     Keys are (heads, d_kv, S), values (heads, S, d_kv).
     """
 
-    def __init__(self, config, weights, name, cross, few_rows):
-        self.heads = config.num_heads
-        inner, d = config.num_heads * config.d_kv, config.d_model
-        if cross:
-            self.q = Linear(weights, [f"{name}.q"], inner, d, few_rows)
-            self.kv = Linear(weights, [f"{name}.k", f"{name}.v"], inner, d)
+    def __init__(self, config, weights, name, few_rows):
+        def linear(names, few_rows=few_rows):
+            matrices = [f"{name}.{n}" for n in names]
+            return Linear(weights.matrix(matrices, inner, config.d_model), few_rows)
+
+        self.heads, inner = config.num_heads, config.num_heads * config.d_kv
+        if name.endswith("SelfAttention"):
+            self.qkv = linear("qkv")
         else:
-            self.qkv = Linear(weights, [f"{name}.{n}" for n in "qkv"], inner, d, few_rows)
-        self.o = Linear(weights, [f"{name}.o"], d, inner, few_rows)
+            self.q, self.kv = linear("q"), linear("kv", few_rows=False)
+        self.o = Linear(weights.matrix([f"{name}.o"], config.d_model, inner), few_rows)
 
     def split(self, x, parts):
         """(L, parts * heads * d_kv) -> parts arrays (heads, L, d_kv)"""
@@ -128,17 +110,13 @@ class Attention:
 
     def attend(self, q, k, v, bias=None):
         """q (heads, L, d_kv), bias (heads, L, S) -> (L, d_model)"""
-        if bias is not None:
-            bias = bias.astype(q.dtype)
+        bias = None if bias is None else bias.astype(q.dtype)
         if on_cpu():
             y = attend_on_cpu(q, k, v, bias)
         else:
-            bias = bias if bias is None else bias[None]
-            k = k.swapaxes(1, 2)
-            y = mx.fast.scaled_dot_product_attention(
-                q[None], k[None], v[None], scale=1.0, mask=bias
-            )[0]
-        return self.o(y.transpose(1, 0, 2).reshape(q.shape[1], -1))
+            q, k, v, bias = (a if a is None else a[None] for a in (q, k.swapaxes(1, 2), v, bias))
+            y = mx.fast.scaled_dot_product_attention(q, k, v, scale=1.0, mask=bias)[0]
+        return self.o(y.transpose(1, 0, 2).reshape(y.shape[1], -1))
 
 
 def attend_on_cpu(q, k, v, bias):
@@ -162,10 +140,10 @@ class FeedForward:
 
     def __init__(self, config, weights, name, few_rows):
         names = [f"{name}.wi_0", f"{name}.wi_1"] if config.is_gated else [f"{name}.wi"]
-        self.wi = Linear(weights, names, config.d_ff, config.d_model, few_rows)
+        self.wi = Linear(weights.matrix(names, config.d_ff, config.d_model), few_rows)
         # In float16 the product with wo overflows in many T5s; that matrix is widened to float32.
-        shape = (config.d_model, config.d_ff)
-        self.wo = Linear(weights, [f"{name}.wo"], *shape, few_rows, widen=True)
+        wo = weights.matrix([f"{name}.wo"], config.d_model, config.d_ff, widen=True)
+        self.wo = Linear(wo, few_rows)
         if config.activation not in ACTIVATIONS:
             raise ValueError(
                 f"unknown activation {config.activation!r}; known are {', '.join(ACTIVATIONS)}"
@@ -186,13 +164,12 @@ class Layer:
     def __init__(self, config, weights, name, decoder):
         self.eps = config.layer_norm_epsilon
         last = 2 if decoder else 1
-        self.norms = [
-            weights.norm(f"{name}.layer.{i}.layer_norm", config.d_model) for i in range(last + 1)
-        ]
-        names = [f"{name}.layer.0.SelfAttention", f"{name}.layer.1.EncDecAttention"]
-        self.self_attention = Attention(config, weights, names[0], False, few_rows=decoder)
+        norms = [f"{name}.layer.{i}.layer_norm" for i in range(last + 1)]
+        self.norms = [weights.norm(norm, config.d_model) for norm in norms]
+        self.self_attention = Attention(config, weights, f"{name}.layer.0.SelfAttention", decoder)
         if decoder:
-            self.cross_attention = Attention(config, weights, names[1], True, few_rows=True)
+            cross = f"{name}.layer.1.EncDecAttention"
+            self.cross_attention = Attention(config, weights, cross, few_rows=True)
         name = f"{name}.layer.{last}.DenseReluDense"
         self.feed_forward = FeedForward(config, weights, name, few_rows=decoder)
 
@@ -235,26 +212,23 @@ class LayerCache:
 
     def update(self, k, v, positions):
         """Append k, v (heads, L, d_kv); return the first `positions` keys and values."""
-        start, end = self.offset, self.offset + k.shape[1]
-        room = positions - (0 if self.values is None else self.values.shape[1])
-        if room > 0:
-            self.values = grow(self.values, room, v, axis=1)
-            self.keys = grow(self.keys, room, *((k.swapaxes(1, 2), 2) if on_cpu() else (k, 1)))
-        self.offset = end
-        self.values[:, start:end] = v
-        if on_cpu():
-            self.keys[:, :, start:end] = k.swapaxes(1, 2)
-            return self.keys[:, :, :positions], self.values[:, :positions]
-        self.keys[:, start:end] = k
-        return self.keys[:, :positions].swapaxes(1, 2), self.values[:, :positions]
+        start, axis = self.offset, 2 if on_cpu() else 1
+        self.offset += k.shape[1]
+        self.keys = write(self.keys, k.swapaxes(1, axis), start, positions, axis)
+        self.values = write(self.values, v, start, positions, 1)
+        keys = self.keys if on_cpu() else self.keys.swapaxes(1, 2)
+        return keys[:, :, :positions], self.values[:, :positions]
 
 
-def grow(array, room, like, axis):
-    """The array, or nothing yet, with `room` zeros more along the axis; else shaped as `like`."""
-    shape = list(like.shape)
-    shape[axis] = room
-    zeros = mx.zeros(shape, like.dtype)
-    return zeros if array is None else mx.concatenate([array, zeros], axis=axis)
+def write(array, new, start, positions, axis):
+    """Write `new` into the array at `start`, where need be with room for that many positions."""
+    shape = list(new.shape)
+    shape[axis] = positions - (0 if array is None else array.shape[axis])
+    if shape[axis] > 0:
+        room = mx.zeros(shape, new.dtype)
+        array = room if array is None else mx.concatenate([array, room], axis=axis)
+    array[(slice(None),) * axis + (slice(start, start + new.shape[axis]),)] = new
+    return array
 
 
 class Cache:
@@ -304,24 +278,24 @@ class RelativeBias:
 
     def encoder(self, length):
         """(heads, length, length), every query seeing every key."""
-        d = np.arange(2 * length)
-        row = self.of(np.where(d < length, d, d - 2 * length))  # at index: key - query mod 2 length
-        # Flattened copies of a row, read with a period one shorter, shift by one from row to row.
-        rows = mx.broadcast_to(row[:, None], (row.shape[0], length, 2 * length))
-        rows = rows.reshape(row.shape[0], -1)[:, : length * (2 * length - 1)]
-        return rows.reshape(row.shape[0], length, -1)[:, :, :length].astype(self.dtype)
+        return self._shifted(self.of(np.arange(1 - length, length)), length, length, length - 1)
 
     def decoder(self, position, width, keys):
         """(heads, width, keys) for queries from `position` on; -inf where a key is yet to come."""
         if self.table is None or self.table.shape[2] < 2 * keys:
             # table[h, r, i]: query r rows below one that stands `keys - 1 - i` after the key
             distance = np.arange(2 * keys + MAX_WIDTH) - (keys - 1) - MAX_WIDTH
-            row = mx.where(mx.array(distance > 0), -mx.inf, self.of(distance)).astype(self.dtype)
-            starts = range(MAX_WIDTH, 0, -1)
-            self.table = mx.stack([row[:, s : s + 2 * keys] for s in starts], axis=1)
+            row = mx.where(mx.array(distance > 0), -mx.inf, self.of(distance))
+            self.table = self._shifted(row, MAX_WIDTH, 2 * keys, MAX_WIDTH)
             mx.eval(self.table)
         first = self.table.shape[2] // 2 - 1 - position
         return self.table[:, :width, first : first + keys]
+
+    def _shifted(self, row, height, width, first):
+        """row (heads, N) -> (heads, height, width), of which row r is row[:, first - r :]"""
+        strides = (row.shape[1], -1, 1)
+        rows = mx.as_strided(row, (row.shape[0], height, width), strides, first)
+        return mx.contiguous(rows).astype(self.dtype)
 
 
 class T5:
@@ -337,13 +311,12 @@ class T5:
         self.config, self.eos_ids, self.vocab_size = config, config.eos_ids, config.vocab_size
         if not any(name.startswith("decoder.block") for name in weights.tensors):
             raise ValueError("encoder-only checkpoints are not supported: there is no decoder")
-        table = (config.vocab_size, config.d_model)
+        shape = (config.vocab_size, config.d_model)
         names = [n for n in EMBEDDINGS if n in weights.tensors] or EMBEDDINGS
-        self.embedding = Embedding(weights, names[0].removesuffix(".weight"), *table)
-        if "lm_head.weight" in weights.tensors:
-            self.head = Linear(weights, ["lm_head"], *table, few_rows=True)
-        else:
-            self.head = self.embedding.as_head()
+        self.embedding = weights.matrix([names[0].removesuffix(".weight")], *shape)
+        own_head = "lm_head.weight" in weights.tensors
+        self.head = weights.matrix(["lm_head"], *shape) if own_head else self.embedding
+        self.head = Linear(self.head, few_rows=True)
         self.encoder = self._stack(weights, "encoder", config.num_layers)
         self.decoder = self._stack(weights, "decoder", config.num_decoder_layers)
         self.encoder_norm = weights.norm("encoder.final_layer_norm", config.d_model)
@@ -395,14 +368,18 @@ class T5:
         for i in range(depth if c.bias_in_every_layer else 1):
             key = f"{name}.block.{i}.layer.0.SelfAttention.relative_attention_bias.weight"
             weight = weights.take(key, *shape).astype(mx.float32)
-            biases.append(RelativeBias(c, weight, name == "encoder", self.embedding.dtype))
+            biases.append(RelativeBias(c, weight, name == "encoder", self.head.dtype))
         blocks = (f"{name}.block.{i}" for i in range(depth))
         return [Layer(c, weights, b, name == "decoder") for b in blocks], biases
 
     def embed(self, tokens):
         """The residual stream is float32 in every precision: in float16 many T5s overflow it."""
         tokens = mx.minimum(tokens, self.vocab_size - 1)  # out of range, MLX would read garbage
-        return self.embedding(tokens).astype(mx.float32)
+        weight, scales, quantization = self.embedding
+        rows = weight[tokens]
+        if scales:
+            rows = mx.dequantize(rows, *(part[tokens] for part in scales), **quantization)
+        return rows.astype(mx.float32)
 
     def encode(self, prompt):
         """prompt (S,) token ids -> (S, d_model)"""
@@ -478,24 +455,3 @@ def load(path_or_id):
         return model, load_tokenizer(folder, config.vocab_size)
     except ValueError as error:
         raise ValueError(f"{path_or_id}: {error}") from None
-
-
-def load_tokenizer(folder, vocab_size):
-    """The folder's tokenizer, whose ids must all be below vocab_size."""
-    os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")  # it misses PyTorch, we do not
-    from transformers import AutoTokenizer
-
-    try:
-        tokenizer = AutoTokenizer.from_pretrained(
-            str(folder), local_files_only=True, trust_remote_code=False
-        )
-    except Exception as error:
-        reason = (str(error).strip().splitlines() or [type(error).__name__])[0]
-        raise ValueError(f"the tokenizer cannot be loaded: {reason}") from None
-    files = tokenizer.vocab_files_names.values()  # none for ByT5
-    if files and not any((folder / name).is_file() for name in files):
-        # transformers made up an empty one
-        raise ValueError(f"the folder has no tokenizer, none of {', '.join(files)}")
-    if len(tokenizer) > vocab_size:
-        raise ValueError(f"the tokenizer has {len(tokenizer)} ids, the model only {vocab_size}")
-    return tokenizer
