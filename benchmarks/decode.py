@@ -191,8 +191,9 @@ def choose_prompts():
     chosen = []
     for edit in fitting + shorter:
         ids = tokenizer(edit["prompt"]).input_ids
-        written = [t.id for t in decoder.stream(mx.array(ids, mx.uint32), MAX_TOKENS)]
-        if tokenizer.decode(written, skip_special_tokens=True).strip() == edit["answer"]:
+        answer = tokenizer(edit["answer"]).input_ids[:-1]
+        stream = decoder.stream(mx.array(ids, mx.uint32), len(answer) + 1)
+        if [token.id for token in stream] == answer:
             chosen.append((edit["words"], ids))
         if len(chosen) == PROMPTS:
             break
