@@ -122,15 +122,16 @@ class Attention:
 def attend_on_cpu(q, k, v, bias):
     """What mx.fast.scaled_dot_product_attention computes, so that a row's bits do not depend on L.
 
-    With many keys BLAS cuts the sum over them into parts, depending on L; so it is given parts.
+    BLAS may cut a long sum over keys into parts, how depends on L; so it gets CHUNK keys at a time.
     """
     scores = q @ k if bias is None else q @ k + bias
     p = exp(scores - scores.max(axis=-1, keepdims=True))
     total = p.sum(axis=-1, keepdims=True)
     heads, width, keys = p.shape
-    if keys <= 2 * CHUNK or width > MAX_WIDTH:
-        return p @ v[:, :keys] / total
-    p = mx.pad(p, ((0, 0), (0, 0), (0, v.shape[1] - keys)))
+    if v.shape[1] > keys:  # zeros fill the last chunk
+        p = mx.pad(p, ((0, 0), (0, 0), (0, v.shape[1] - keys)))
+    if v.shape[1] <= CHUNK or width > MAX_WIDTH:
+        return p @ v / total
     p = p.reshape(heads, width, -1, CHUNK).swapaxes(1, 2)
     return (p @ v.reshape(heads, -1, CHUNK, v.shape[-1])).sum(axis=1) / total
 
@@ -205,8 +206,7 @@ class LayerCache:
         self.cross_keys, self.cross_values = keys.swapaxes(1, 2), values
         if on_cpu():
             self.cross_keys = mx.contiguous(self.cross_keys)
-            if values.shape[1] > 2 * CHUNK:
-                self.cross_values = mx.pad(values, ((0, 0), (0, -values.shape[1] % CHUNK), (0, 0)))
+            self.cross_values = mx.pad(values, ((0, 0), (0, -values.shape[1] % CHUNK), (0, 0)))
         self.keys = self.values = None
         self.offset = 0
 
