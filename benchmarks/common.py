@@ -3,6 +3,7 @@
 import contextlib
 import json
 import os
+import signal
 import subprocess
 import sys
 import tempfile
@@ -27,6 +28,7 @@ def checkpoint(size):
     if size == "demo":
         yield widen.DEMO
         return
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(1))  # so that the folder goes then, too
     with tempfile.TemporaryDirectory(prefix="t5-") as folder:
         note(f"writing the demo model at {size} size to {folder} (TMPDIR moves it)")
         out = Path(folder, size)
