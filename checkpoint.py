@@ -12,6 +12,7 @@ import os
 import re
 from dataclasses import dataclass, fields
 from pathlib import Path
+from typing import Any
 
 import mlx.core as mx
 
@@ -54,22 +55,22 @@ def read_config(folder: Path) -> Config:
     if kind not in ("t5", "mt5", "umt5"):
         raise ValueError(f"model_type {kind!r} is not supported; t5, mt5 and umt5 are")
     names = config.get("architectures") or []
-    if config.get("is_encoder_decoder") is False or "Encoder" in str(names):
+    if config.get("is_encoder_decoder") is False or "EncoderModel" in str(names):
         raise ValueError("encoder-only checkpoints are not supported: there is no decoder")
 
     defaults = {"d_ff": 1024, "num_layers": 8, "num_heads": 6, "vocab_size": 250112}
     defaults = {} if kind == "t5" else defaults
-    values = {}
+    values: dict = {}
     for field in fields(Config):
         if field.type not in (int, float) or field.name == "start_id":
             continue
-        value = config.get(field.name)
+        value: Any = config.get(field.name)
         if value is None and field.name == "num_decoder_layers":
             value = values["num_layers"]
         elif value is None:
             value = defaults.get(field.name, field.default)
-        allowed = (int,) if field.type is int else (int, float)
-        if type(value) not in allowed or not 0 < value < 2**31:
+        right = isinstance(value, int if field.type is int else (int, float))
+        if not right or isinstance(value, bool) or not 0 < value < 2**31:
             raise ValueError(f"config.json: {field.name} is {value!r}, not a number above 0")
         values[field.name] = value
     buckets = values["relative_attention_num_buckets"]
@@ -156,7 +157,9 @@ def find_folder(path_or_id) -> Path:
 
     def download(*patterns):
         try:
-            return Path(snapshot_download(name, allow_patterns=patterns, ignore_patterns="*/*"))
+            return Path(
+                snapshot_download(name, allow_patterns=list(patterns), ignore_patterns="*/*")
+            )
         except Exception as error:
             reason = str(error).strip().split("\n")[0] or type(error).__name__
             raise ValueError(
@@ -179,7 +182,7 @@ def open_tensors(folder: Path) -> dict:
             shards = read_json(folder / f"{name}.index.json").get("weight_map")
             if not isinstance(shards, dict) or not all(isinstance(s, str) for s in shards.values()):
                 raise ValueError(f"{name}.index.json has no weight_map from tensors to files")
-            tensors = {}
+            tensors: dict = {}
             for shard in sorted(set(shards.values())):
                 if Path(shard).name != shard or not (folder / shard).is_file():
                     raise ValueError(f"the shard {shard!r} of {name}.index.json is missing")
@@ -312,7 +315,7 @@ class Weights:
         -> (weight, [], None), or (weight, [scales, biases], how) where convert.py has quantized it.
         `widen`: what computes in float16 is cast to float32.
         """
-        parts = {"weight": (columns, {})}
+        parts: dict = {"weight": (columns, {})}
         if f"{names[0]}.scales" in self.tensors:
             if self.quantization is None:
                 raise ValueError(f"{names[0]} is quantized, but config.json does not say how")

@@ -77,7 +77,9 @@ def convert(model, out, dtype=None, quantize=False, bits=4, group_size=64):
 def _write_tensors(tensors, work, dtype, quantization):
     """Change each tensor and write files of about SHARD_BYTES, as the hub has them."""
     embedding = next((name for name in checkpoint.EMBEDDINGS if name in tensors), None)
-    shard, shards, skipped = {}, [], []
+    shard: dict = {}
+    shards: list = []
+    skipped: list = []
     for name in sorted(tensors):
         tensor = checkpoint.to_mlx(tensors.pop(name))
         if name in checkpoint.UNUSED and name != embedding:
@@ -106,7 +108,7 @@ def _write_tensors(tensors, work, dtype, quantization):
     if len(shards) == 1:
         (work / "shard-0.safetensors").rename(work / "model.safetensors")
         return skipped
-    weight_map = {}
+    weight_map: dict = {}
     for i, names in enumerate(shards):
         file = f"model-{i + 1:05}-of-{len(shards):05}.safetensors"
         (work / f"shard-{i}.safetensors").rename(work / file)

@@ -25,7 +25,7 @@ def _mkl_candidates():
     try:
         for file in importlib.metadata.files("mkl") or []:
             if file.name.startswith("libmkl_rt.so"):
-                yield str(file.locate().resolve())
+                yield str(Path(file.locate()).resolve())
     except importlib.metadata.PackageNotFoundError:
         pass
     for path in sorted(Path(sys.prefix, "lib").glob("libmkl_rt.so*")):

@@ -12,14 +12,7 @@ import math
 import mlx.core as mx
 import numpy as np
 
-from checkpoint import (
-    EMBEDDINGS,
-    Weights,
-    find_folder,
-    load_tokenizer,
-    open_tensors,
-    read_config,
-)
+import checkpoint
 
 CACHE_BYTES = 2**21  # about what one core's cache holds
 CHUNK = 256  # the cache grows by this many positions
@@ -129,7 +122,7 @@ def attend_on_cpu(q, k, v, bias):
     total = p.sum(axis=-1, keepdims=True)
     heads, width, keys = p.shape
     if v.shape[1] > keys:  # zeros fill the last chunk
-        p = mx.pad(p, ((0, 0), (0, 0), (0, v.shape[1] - keys)))
+        p = mx.pad(p, [(0, 0), (0, 0), (0, v.shape[1] - keys)])
     if v.shape[1] <= CHUNK or width > MAX_WIDTH:
         return p @ v / total
     p = p.reshape(heads, width, -1, CHUNK).swapaxes(1, 2)
@@ -206,7 +199,7 @@ class LayerCache:
         self.cross_keys, self.cross_values = keys.swapaxes(1, 2), values
         if on_cpu():
             self.cross_keys = mx.contiguous(self.cross_keys)
-            self.cross_values = mx.pad(values, ((0, 0), (0, -values.shape[1] % CHUNK), (0, 0)))
+            self.cross_values = mx.pad(values, [(0, 0), (0, -values.shape[1] % CHUNK), (0, 0)])
         self.keys = self.values = None
         self.offset = 0
 
@@ -312,7 +305,7 @@ class T5:
         if not any(name.startswith("decoder.block") for name in weights.tensors):
             raise ValueError("encoder-only checkpoints are not supported: there is no decoder")
         shape = (config.vocab_size, config.d_model)
-        names = [n for n in EMBEDDINGS if n in weights.tensors] or EMBEDDINGS
+        names = [n for n in checkpoint.EMBEDDINGS if n in weights.tensors] or checkpoint.EMBEDDINGS
         self.embedding = weights.matrix([names[0].removesuffix(".weight")], *shape)
         own_head = "lm_head.weight" in weights.tensors
         self.head = weights.matrix(["lm_head"], *shape) if own_head else self.embedding
@@ -350,15 +343,15 @@ class T5:
             return y
 
         widths = [1, 2, 3, 4, 6, 8, 10, 12, 14, 15, 16, 20, 24, 28, MAX_WIDTH]
-        results = [rows(n) for n in widths]
-        pairs = zip(results, results[1:], strict=False)
-        same = mx.stack([mx.array_equal(a, b[: a.shape[0]]) for a, b in pairs]).tolist()
-        low = 0
-        for high in range(len(widths)):
-            if high == len(same) or not same[high]:  # the next width rounds differently
-                if widths[high] >= widths[low] + 8:
-                    return widths[low], widths[high]
-                low = high + 1
+        results = {n: rows(n) for n in widths}
+        for i, low in enumerate(widths):
+            high = low
+            for n in widths[i:]:
+                if not mx.array_equal(results[n][:low], results[low], equal_nan=True):
+                    break
+                high = n
+            if high >= low + 8:
+                return low, high
         return 16, 16  # no such range: one width for all
 
     def _stack(self, weights, name, depth):
@@ -396,10 +389,9 @@ class T5:
         Raises ValueError for an empty prompt or an id beyond the embedding table.
         """
         prompt = mx.array(prompt)
-        if prompt.ndim != 1 or prompt.size == 0:
-            raise ValueError(f"the prompt must be (S,) token ids, at least one, not {prompt.shape}")
-        if not mx.issubdtype(prompt.dtype, mx.integer):
-            raise ValueError(f"the prompt must be integer token ids, not {prompt.dtype}")
+        if prompt.ndim != 1 or prompt.size == 0 or not mx.issubdtype(prompt.dtype, mx.integer):
+            found = f"{prompt.dtype} of shape {prompt.shape}"
+            raise ValueError(f"the prompt must be (S,) integer ids, at least one, not {found}")
         low, high = prompt.min().item(), prompt.max().item()
         if low < 0 or high >= self.vocab_size:
             wrong = low if low < 0 else high
@@ -449,9 +441,9 @@ def load(path_or_id):
     that can write text. No code that a checkpoint brings along is run.
     """
     try:
-        folder = find_folder(path_or_id)
-        config = read_config(folder)
-        model = T5(config, Weights(open_tensors(folder), config.quantization))
-        return model, load_tokenizer(folder, config.vocab_size)
+        folder = checkpoint.find_folder(path_or_id)
+        config, tensors = checkpoint.read_config(folder), checkpoint.open_tensors(folder)
+        model = T5(config, checkpoint.Weights(tensors, config.quantization))
+        return model, checkpoint.load_tokenizer(folder, config.vocab_size)
     except ValueError as error:
         raise ValueError(f"{path_or_id}: {error}") from None
