@@ -140,31 +140,28 @@ class DraftLength:
     next draft token is right is counted in a table, old trials fading, by the length of the
     evidence: of the matching n-gram, or of the run of drafts that were right. It grows by one along
     a draft. The first token's chance also depends on `doubt`, a small number for whatever else the
-    drafter knows. The cost of a width is a line through the cost of a plain pass, plus how far each
-    width is off that line.
+    drafter knows. The cost of a width is the median of its last passes, in plain passes, drawn
+    towards a line through all of them. Where nothing is drafted, one token is tried now and then:
+    so seldom that it loses about 1 %.
 
     Args:
         ceiling: The most tokens to draft.
-        cost: cost(k) of drafting k tokens and verifying them in one pass, in any unit; None: learnt
-            from `timed`.
+        cost: cost(k) of drafting k tokens and verifying them in one pass, in any unit, cost(0) > 0;
+            None: learnt from `timed`.
         chances: What the table begins with.
     """
 
-    CHANCES = (0.1, 0.45, 0.6, 0.75, 0.85, 0.92, 0.95)  # at lengths 0, 1, 2, 4, 8, 16, 32 and more
+    CHANCES = (0.1, 0.45, 0.6, 0.75, 0.9, 0.96, 0.98)  # at lengths 0, 1, 2, 4, 8, 16, 32 and more
     DOUBTS = (1.0, 0.7, 0.4)
-    FADE, AHEAD = 0.99, 8
+    FADE, AHEAD, SLOPE = 0.99, 8, 0.15
 
     def __init__(self, ceiling=24, cost=None, chances=CHANCES):
         self.ceiling, self.learns, self.chances = ceiling, cost is None, chances
         self.trials = {}  # (length's group, doubt): [right, tried]
-        self.unseen, self.patience = 0, 8  # passes without a trial; after how many to try again
-        self.plain, self.alpha = None, 0.15  # seconds of a plain pass; slope of the line
-        self.xx, self.xy = 16.0, 16.0 * self.alpha  # its least squares, with a prior
-        self.off = [0.0] * (ceiling + 1)
-        self.costs = [(cost or self._line)(k) for k in range(ceiling + 1)]
-
-    def _line(self, k):
-        return (1 + self.alpha * k) * (1 + self.off[k])
+        self.idle, self.patience = 0, 8  # passes without a draft; after how many to try again
+        self.seconds = {}  # of the last passes of each width
+        self.plain, self.spent, self.widest = None, 1.0, 1  # a plain pass, the last one, tried
+        self.costs = [cost(k) / cost(0) if cost else 1 + self.SLOPE * k for k in range(ceiling + 1)]
 
     def _trial(self, length, doubt, i):
         key = min((length + i).bit_length(), 6), doubt if i == 0 else None
@@ -176,6 +173,8 @@ class DraftLength:
     def choose(self, length, doubt, limit):
         """The evidence, and how many tokens there are to draft or to use -> 0 to limit."""
         top, costs, limit = self.ceiling, self.costs, min(limit, self.ceiling)
+        if self.learns:
+            limit = min(limit, 4 * self.widest)  # one surprise after the other
         if limit <= 0:
             return 0
         trials = (self._trial(length, doubt, i) for i in range(self.AHEAD + 1))
@@ -194,39 +193,52 @@ class DraftLength:
                 if costs[k] + reach * rest[i + k + 1] < least - 1e-9:
                     least, best = costs[k] + reach * rest[i + k + 1], k
             rest[i] = least
-        if best == 0 and self.unseen >= self.patience:
+        if best == 0 and self.idle >= self.patience:
             return 1  # the world may have changed
         return best
 
-    def update(self, length, doubt, right, wrong):
-        """So many of the drafter's tokens, verified or not, were right; was the next one wrong?"""
+    def update(self, length, doubt, k, right, wrong):
+        """After a pass that drafted k tokens, timed first: so many of the drafter's tokens,
+        verified or not, were right; was the next one wrong?"""
         for i in range(right + wrong):
             trial = self._trial(length, doubt, i)
             trial[:] = self.FADE * trial[0] + (i < right), self.FADE * trial[1] + 1
-        if right + wrong == 0:
-            self.unseen += 1
-        elif self.unseen >= self.patience:  # it was tried again: soon once more, or later
-            self.unseen, self.patience = 0, 2 if right else min(2 * self.patience, 64)
-        else:
-            self.unseen = 0
+        if k == 0:
+            self.idle += self.learns or right + wrong == 0
+        elif self.idle < self.patience:
+            self.idle, self.patience = 0, 8
+        else:  # it was tried again
+            loss = (self.spent if self.learns else self.costs[k]) - min(right, k) - 1
+            self.idle, self.patience = 0, max(100 * loss, 2)
+            for last in self.seconds.values():  # costs may have changed as well
+                del last[: len(last) > 1]
 
-    def timed(self, k, seconds):
-        """A pass, its drafting included, took so long."""
+    def timed(self, k, seconds, steady=True):
+        """A pass took so long, its drafting included; steady: nothing that comes once."""
         if not self.learns:
             return
-        if k == 0:  # slow passes may have been disturbed, fast ones not
-            plain = seconds if self.plain is None else self.plain
-            rate = 0.5 if seconds < plain else 0.1
-            self.plain = plain + rate * (min(seconds, 1.5 * plain) - plain)
-        elif self.plain is not None:
-            ratio = seconds / self.plain
-            ratio = min(max(ratio, 0.5 * self.costs[k]), 1.5 * self.costs[k])
-            self.xx, self.xy = 0.95 * self.xx + k * k, 0.95 * self.xy + k * (ratio - 1)
-            self.alpha = min(max(self.xy / self.xx, 0.0), 10.0)
-            off = ratio / (1 + self.alpha * k) - 1
-            for j in range(max(1, k - 2), min(self.ceiling, k + 2) + 1):
-                self.off[j] += 0.2 * 0.3 ** abs(j - k) * (off - self.off[j])
-        self.costs = [self._line(k) for k in range(self.ceiling + 1)]
+        self.spent = seconds / (self.plain or seconds)
+        if steady:
+            last = self.seconds.setdefault(k, [])
+            last.append(seconds)
+            del last[:-5]
+        if not steady or 0 not in self.seconds:
+            return
+        # The lower median: a disturbed pass is slow. Relative errors, for the same reason.
+        typical = {j: sorted(s)[(len(s) - 1) // 2] for j, s in self.seconds.items()}
+        self.plain, self.widest = typical[0], max(k, self.widest)
+        ratios = [(j, s / self.plain, len(self.seconds[j])) for j, s in typical.items() if j]
+        # Least squares for 1 + jump + slope * k, with a prior
+        s0, s1, s2, t0, t1 = 1.0, 0.0, 0.5, 0.0, 0.5 * self.SLOPE
+        for j, r, n in ratios:
+            w = n / r**2
+            s0, s1, s2 = s0 + w, s1 + w * j, s2 + w * j * j
+            t0, t1 = t0 + w * (r - 1), t1 + w * j * (r - 1)
+        slope = max((s0 * t1 - s1 * t0) / (s0 * s2 - s1 * s1), 0.0)
+        jump = max((t0 - s1 * slope) / s0, 0.0)
+        self.costs = [1.0] + [1 + jump + slope * j for j in range(1, self.ceiling + 1)]
+        for j, r, n in ratios:
+            self.costs[j] = (n + 1) / (1 / self.costs[j] + n / r)
 
 
 class Decoder:
@@ -374,13 +386,13 @@ class DraftingDecoder(Decoder):
             output = mx.where(mx.arange(k + 1) < accepted, mx.pad(draft, (0, 1)), choice)
             found = drafter.follow(output, accepted)
             output, accepted, values, *found = read(output, accepted, values, *found)
-            if position and drafter.steady:  # no encoding in it
-                policy.timed(k, time.perf_counter() - began)
+            if position:  # the first pass has the prompt's encoding in it
+                policy.timed(k, time.perf_counter() - began, drafter.steady)
             n = accepted.item()
             output = output.tolist()[: n + 1]
             self._check(values.tolist()[: n + 1], logits)
             cache.trim(k - n)
-            policy.update(*evidence, *drafter.settle(output, k, found))
+            policy.update(*evidence, k, *drafter.settle(output, k, found))
             token = mx.array(output[-1:], mx.uint32)
             position += n + 1
             yield output, n, k
@@ -392,7 +404,7 @@ class SpeculativeDecoder(DraftingDecoder):
     Args: as for Decoder and DraftingDecoder, and draft_model, a model like the target.
     """
 
-    chances = (0.7, 0.75, 0.8, 0.85, 0.9, 0.93, 0.95)
+    chances = (0.8, 0.85, 0.9, 0.94, 0.97, 0.98, 0.99)
 
     def __init__(self, model, draft_model, eos_id=1, **options):
         super().__init__(model, eos_id, **options)
@@ -421,15 +433,18 @@ class ModelDrafter:
         self.steady = True
 
     def limit(self, policy):
-        """Nothing is drafted before it is known what a plain pass costs."""
-        return 0 if policy.learns and policy.plain is None else math.inf
+        """Nothing is drafted before it is known what a plain pass costs, nor where trying again
+        is dear and a long text would have to be fed first."""
+        dear = policy.patience > 64 and len(self.unfed) > 8
+        return 0 if dear or (policy.learns and policy.plain is None) else math.inf
 
     def draft(self, k, position):
         """k tokens for output positions position …, (k,) uint32, not evaluated."""
         if k == 0:
+            self.steady = True
             return mx.zeros((0,), mx.uint32)
         tokens = mx.array(self.unfed, mx.uint32)
-        self.steady = self.cache is not None
+        self.steady = self.cache is not None and len(self.unfed) <= 2
         if self.cache is None:  # the prompt is encoded when it is needed first
             self.cache, start = self.model.start(self.prompt)
             tokens = mx.concatenate([start, tokens])

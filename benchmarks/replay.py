@@ -40,7 +40,7 @@ def replay(answers, alpha, seam=False, ngram_max=16, ngram_min=1):
             output = response[done : done + n + 1]
             found = read(*drafter.follow(mx.array(output, mx.uint32), mx.array(n)))
             evidence = drafter.length, drafter.doubt
-            policy.update(*evidence, *drafter.settle(output, k, found))
+            policy.update(*evidence, k, *drafter.settle(output, k, found))
             done, tokens, passes = done + n + 1, tokens + n + 1, passes + 1
             drafted, accepted = drafted + k, accepted + n
     return tokens, passes, drafted, accepted, passes + alpha * drafted
