@@ -11,6 +11,7 @@ decoding being 1. benchmarks/verify_cost.py measures the alpha of a machine.
 
 import argparse
 import json
+import math
 import sys
 from pathlib import Path
 
@@ -46,6 +47,41 @@ def replay(answers, alpha, seam=False, ngram_max=16, ngram_min=1):
     return tokens, passes, drafted, accepted, passes + alpha * drafted
 
 
+def load_tokenizer(file):
+    """-> encode(text): token ids. Raises OSError or ValueError."""
+    with open(file, "rb") as f:
+        model = f.read()
+    try:
+        encode = sentencepiece.SentencePieceProcessor(model_proto=model).encode
+        encode("")  # it takes an empty file for a model
+        return encode
+    except RuntimeError:
+        raise ValueError(f"{file} is not a SentencePiece model (spiece.model)") from None
+
+
+def read_answers(file, encode):
+    """JSON lines -> [(prompt ids, response ids)]. Raises OSError or ValueError."""
+    answers = []
+    with open(file, "rb") as lines:
+        for number, line in enumerate(lines, 1):
+            if not line.strip():
+                continue
+            try:
+                answer = json.loads(line)
+                texts = answer["prompt"], answer["response"]
+                if not all(isinstance(text, str) for text in texts):
+                    raise TypeError
+                prompt, response = map(encode, texts)
+                answers.append((prompt, [*response, EOS]))
+            except (ValueError, KeyError, TypeError):
+                raise ValueError(
+                    f'{file}, line {number}: not JSON with texts "prompt" and "response"'
+                ) from None
+    if not answers:
+        raise ValueError(f"{file} has no answers in it")
+    return answers
+
+
 def main():
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
@@ -56,11 +92,17 @@ def main():
     parser.add_argument("--seam", action="store_true", help="prompt and response are two texts")
     parser.add_argument("--json", action="store_true", help="a list with an object per FILE and A")
     args = parser.parse_args()
-    encode = sentencepiece.SentencePieceProcessor(model_file=args.tokenizer).encode
+    try:
+        for alpha in args.alpha:
+            if not 0 <= alpha < math.inf:
+                raise ValueError(f"alpha is {alpha}: it must be 0 or more")
+        encode = load_tokenizer(args.tokenizer)
+        files = [(file, read_answers(file, encode)) for file in args.files]
+    except (OSError, ValueError) as error:
+        print(f"replay.py: {error}", file=sys.stderr)
+        sys.exit(2)
     results = []
-    for file in args.files:
-        lines = [json.loads(line) for line in open(file, encoding="utf-8") if line.strip()]
-        answers = [(encode(d["prompt"]), [*encode(d["response"]), EOS]) for d in lines]
+    for file, answers in files:
         for alpha in args.alpha:
             tokens, passes, drafted, accepted, cost = replay(answers, alpha, args.seam)
             results.append(
