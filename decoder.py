@@ -158,7 +158,8 @@ class DraftLength:
     def __init__(self, ceiling=24, cost=None, chances=CHANCES):
         self.ceiling, self.learns, self.chances = ceiling, cost is None, chances
         self.trials = {}  # (length's group, doubt): [right, tried]
-        self.idle, self.patience = 0, 8  # passes without a draft; after how many to try again
+        self.idle, self.patience = 0, 8  # passes without a draft; after how many to try one
+        self.trying = False
         self.seconds = {}  # of the last passes of each width
         self.plain, self.spent, self.widest = None, 1.0, 1  # a plain pass, the last one, tried
         self.costs = [cost(k) / cost(0) if cost else 1 + self.SLOPE * k for k in range(ceiling + 1)]
@@ -193,9 +194,9 @@ class DraftLength:
                 if costs[k] + reach * rest[i + k + 1] < least - 1e-9:
                     least, best = costs[k] + reach * rest[i + k + 1], k
             rest[i] = least
-        if best == 0 and self.idle >= self.patience:
-            return 1  # the world may have changed
-        return best
+        # The world may have changed; but what one token costs more than it can gain is seldom paid.
+        self.trying = best == 0 and self.idle >= max(self.patience, 100 * (costs[1] - 2))
+        return 1 if self.trying else best
 
     def update(self, length, doubt, k, right, wrong):
         """After a pass that drafted k tokens, timed first: so many of the drafter's tokens,
@@ -205,9 +206,9 @@ class DraftLength:
             trial[:] = self.FADE * trial[0] + (i < right), self.FADE * trial[1] + 1
         if k == 0:
             self.idle += self.learns or right + wrong == 0
-        elif self.idle < self.patience:
+        elif not self.trying:
             self.idle, self.patience = 0, 8
-        else:  # it was tried again
+        else:
             loss = (self.spent if self.learns else self.costs[k]) - min(right, k) - 1
             self.idle, self.patience = 0, max(100 * loss, 2)
             for last in self.seconds.values():  # costs may have changed as well
