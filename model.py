@@ -17,6 +17,7 @@ import checkpoint
 CACHE_BYTES = 2**21  # about what one core's cache holds
 CHUNK = 256  # the cache grows by this many positions
 MAX_WIDTH = 32  # a pass over more tokens is computed in blocks of this many rows
+SECOND_STREAM = mx.new_thread_local_stream(mx.cpu)
 
 
 def exp(x):
@@ -44,7 +45,7 @@ def on_cpu():
 
 
 def for_few_rows(weight):
-    """A matrix (N, K) as (blocks, K, N / blocks), laid out for products with a few rows.
+    """A matrix (N, K) as blocks (blocks, K, N / blocks), and into how few rows to split a product.
 
     MKL reads a matrix from memory once for every three rows, so it is given blocks that stay in the
     processor's cache; and it rounds 2 to 15 rows alike where the matrix lies along K, 2 to 32 where
@@ -52,31 +53,40 @@ def for_few_rows(weight):
     """
     rows, columns = weight.shape
     if not on_cpu() or weight.dtype != mx.float32:
-        return weight.T[None]
+        return weight.T[None], math.inf
     if columns < 512 or weight.nbytes <= CACHE_BYTES // 4:
-        return mx.contiguous(weight.T)[None]
+        return mx.contiguous(weight.T)[None], math.inf
     fits = (n for n in range(1, rows // 64) if rows % n == 0 and weight.nbytes / n <= CACHE_BYTES)
-    return weight.reshape(next(fits, 1), -1, columns).swapaxes(1, 2)
+    return weight.reshape(next(fits, 1), -1, columns).swapaxes(1, 2), 15
 
 
 class Linear:
     """x (L, columns) -> (L, rows) in the precision of the matrix, quantized or not."""
 
     def __init__(self, matrix, few_rows=False):
-        self.weight, self.scales, self.quantization = matrix
-        self.dtype = self.scales[0].dtype if self.scales else self.weight.dtype
+        weight, self.scales, self.quantization = matrix
+        self.weight, self.dtype = weight, self.scales[0].dtype if self.scales else weight.dtype
         if not self.scales:
-            self.weight = for_few_rows(self.weight) if few_rows else self.weight.T[None]
-            mx.eval(self.weight)
+            split = for_few_rows(weight) if few_rows else (weight.T[None], math.inf)
+            self.weight, self.most_rows = split
+            self.flat = self.weight.squeeze(0) if len(self.weight) == 1 else weight.T
+            mx.eval(self.weight, self.flat)
 
     def __call__(self, x, part=False):
         """part: only some of the columns, enough to see how the product rounds."""
-        x = x.astype(self.dtype)
+        x, rows = x.astype(self.dtype), x.shape[0]
         if self.scales:
             return mx.quantized_matmul(x, self.weight, *self.scales, **self.quantization)
-        if part:
-            return x @ self.weight[0]
-        return (x @ self.weight).swapaxes(0, 1).reshape(x.shape[0], -1)
+        weight = self.weight[:1] if part else self.weight  # [0] would copy
+        blocks, columns, width = weight.shape
+        if rows <= 3 or (rows <= self.most_rows and blocks == 1):
+            return x @ (weight.squeeze(0) if part else self.flat)
+        batches = math.ceil(rows / self.most_rows)
+        if batches == 1:
+            return (x @ weight).swapaxes(0, 1).reshape(rows, -1)
+        x = mx.pad(x, [(0, -rows % batches), (0, 0)]).reshape(batches, -1, columns)
+        y = x @ weight[:, None]  # (blocks, batches, rows, width): a block serves all batches
+        return y.transpose(1, 2, 0, 3).reshape(-1, blocks * width)[:rows]
 
 
 class Attention:
@@ -105,7 +115,8 @@ class Attention:
         """q (heads, L, d_kv), bias (heads, L, S) -> (L, d_model)"""
         bias = None if bias is None else bias.astype(q.dtype)
         if on_cpu():
-            y = attend_on_cpu(q, k, v, bias)
+            few = q.shape[1] <= MAX_WIDTH or bias is None
+            y = attend_on_cpu(q, k, v, bias) if few else attend_in_turns(q, k, v, bias)
         else:
             q, k, v, bias = (a if a is None else a[None] for a in (q, k.swapaxes(1, 2), v, bias))
             y = mx.fast.scaled_dot_product_attention(q, k, v, scale=1.0, mask=bias)[0]
@@ -127,6 +138,15 @@ def attend_on_cpu(q, k, v, bias):
         return p @ v / total
     p = p.reshape(heads, width, -1, CHUNK).swapaxes(1, 2)
     return (p @ v.reshape(heads, -1, CHUNK, v.shape[-1])).sum(axis=1) / total
+
+
+def attend_in_turns(q, k, v, bias):
+    """The same for the encoder: MLX computes an operation on one core, so two at a time."""
+    parts, streams = [], [mx.default_stream(mx.cpu), SECOND_STREAM]
+    for i in range(0, q.shape[0], 2):
+        with mx.stream(streams[i // 2 % 2]):
+            parts.append(attend_on_cpu(*(a[i : i + 2] for a in (q, k, v, bias))))
+    return mx.concatenate(parts)
 
 
 class FeedForward:
