@@ -558,6 +558,13 @@ def test_demo_writes_the_same_with_and_without_drafts(demo, ceiling, temp):
     assert tokens > 1.2 * passes
 
 
+def test_demo_writes_the_same_beyond_the_first_chunk_of_its_cache(demo):
+    model, draft_model, texts = demo
+    plain, *_ = write(Decoder(model, None), texts[1], 290)
+    for decoder in drafting(model, draft_model, eos_id=None, num_draft=10):
+        assert write(decoder, texts[1], 290)[0] == plain
+
+
 def test_demo_as_its_own_draft_model_is_always_right(demo):
     model, _, texts = demo
     decoder = SpeculativeDecoder(model, model, None, num_draft=4, fixed_draft=True)
