@@ -67,8 +67,9 @@ class Linear:
         weight, self.scales, self.quantization = matrix
         self.weight, self.dtype = weight, self.scales[0].dtype if self.scales else weight.dtype
         if not self.scales:
-            split = for_few_rows(weight) if few_rows else (weight.T[None], math.inf)
-            self.weight, self.most_rows = split
+            self.weight, self.most_rows = weight.T[None], math.inf
+            if few_rows:
+                self.weight, self.most_rows = for_few_rows(weight)
             self.flat = self.weight.squeeze(0) if len(self.weight) == 1 else weight.T
             mx.eval(self.weight, self.flat)
 
@@ -142,9 +143,9 @@ def attend_on_cpu(q, k, v, bias):
 
 def attend_in_turns(q, k, v, bias):
     """The same for the encoder: MLX computes an operation on one core, so two at a time."""
-    parts, streams = [], [mx.default_stream(mx.cpu), SECOND_STREAM]
+    parts = []
     for i in range(0, q.shape[0], 2):
-        with mx.stream(streams[i // 2 % 2]):
+        with mx.stream(SECOND_STREAM if i % 4 else mx.default_stream(mx.cpu)):
             parts.append(attend_on_cpu(*(a[i : i + 2] for a in (q, k, v, bias))))
     return mx.concatenate(parts)
 
