@@ -7,7 +7,9 @@ import mlx.core as mx
 import numpy as np
 import pytest
 
+from decoder import Decoder, SpeculativeDecoder
 from model import load
+from prompt_lookup import PromptLookupDecoder
 
 GOLDEN = Path(__file__).parent / "golden"
 FAMILIES = sorted(path.parent.name for path in GOLDEN.glob("*/golden.npz"))
@@ -49,9 +51,26 @@ def test_single_tokens_give_the_same_logits(name):
 @pytest.mark.parametrize("name", FAMILIES)
 def test_greedy_text_is_that_of_transformers(name):
     model, _, golden = family(name)
-    cache, token = model.start(mx.array(golden["prompt"]))
-    written = []
-    while len(written) < 24 and not (written and written[-1] in model.eos_ids):
-        token = mx.argmax(model.decode(token, cache), axis=-1)
-        written.append(token.item())
-    assert written == golden["greedy"].tolist()
+    expected = [i for i in golden["greedy"].tolist() if i not in model.eos_ids]
+    for decoder in (
+        Decoder(model, eos_id=model.eos_ids),
+        PromptLookupDecoder(model, eos_id=model.eos_ids, num_draft=5, fixed_draft=True),
+        SpeculativeDecoder(model, model, eos_id=model.eos_ids, num_draft=4, fixed_draft=True),
+    ):
+        stream = decoder.stream(mx.array(golden["prompt"]), max_tokens=24)
+        assert [token.id for token in stream] == expected
+        assert stream.stats.stop == ("eos" if len(expected) < 24 else "length")
+
+
+@pytest.mark.parametrize("name", ["t5-v1.0", "mt5", "umt5", "odd-sizes"])
+def test_the_code_for_other_devices(name, monkeypatch):
+    """What runs on a GPU computes the same, here on the CPU."""
+    monkeypatch.setattr("model.on_cpu", lambda: False)
+    model, golden = load(GOLDEN / name)[0], np.load(GOLDEN / name / "golden.npz")
+    fed = mx.array(golden["fed"])
+    cache, _ = model.start(mx.array(golden["prompt"]))
+    logits = model.decode(fed, cache)
+    assert error(np.array(logits)[golden["rows"]], golden["logits"]) < 1e-4
+    cache.trim(fed.size)
+    pieces = [model.decode(fed[i : i + 7], cache) for i in range(0, fed.size, 7)]
+    assert mx.array_equal(mx.concatenate(pieces), logits)
