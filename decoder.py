@@ -13,7 +13,7 @@ import functools
 import math
 import time
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import mlx.core as mx
 
@@ -38,15 +38,15 @@ class Stats:
     stop: str | None = None  # "eos" or "length"
 
     @property
-    def tokens_per_pass(self):
+    def tokens_per_pass(self) -> float:
         return self.tokens / self.passes if self.passes else 0.0
 
     @property
-    def acceptance_rate(self):
+    def acceptance_rate(self) -> float:
         return self.accepted / self.drafted if self.drafted else 0.0
 
     @property
-    def tokens_per_second(self):
+    def tokens_per_second(self) -> float:
         return self.tokens / self.seconds if self.seconds else 0.0
 
 
@@ -56,13 +56,13 @@ class Stream:
     def __init__(self, tokens, stats):
         self._tokens, self.stats = tokens, stats
 
-    def __iter__(self):
+    def __iter__(self) -> "Stream":
         return self
 
-    def __next__(self):
+    def __next__(self) -> Token:
         return next(self._tokens)
 
-    def close(self):
+    def close(self) -> None:
         self._tokens.close()
 
 
@@ -126,7 +126,7 @@ class Sampler:
             width = width or size
             g = mx.stack([self.noise(position + i, width) for i in range(length)])
             if size > width:
-                g = mx.pad(g, ((0, 0), (0, size - width)))
+                g = mx.pad(g, [(0, 0), (0, size - width)])
             scores = scores + g[:, :size]
         tokens = mx.argmax(scores, axis=-1)
         return tokens, mx.take_along_axis(scores, tokens[:, None], axis=-1)[:, 0]
@@ -176,8 +176,8 @@ class DraftLength:
         top, costs, limit = self.ceiling, self.costs, min(limit, self.ceiling)
         if self.learns:
             limit = min(limit, 4 * self.widest)  # one surprise after the other
-        if limit <= 0:
-            return 0
+        if limit <= 0 or (self.learns and len(self.seconds.get(0, ())) < 2):
+            return 0  # nothing is drafted before it is known what a plain pass takes
         trials = (self._trial(length, doubt, i) for i in range(self.AHEAD + 1))
         chances = [right / tried for right, tried in trials]
         last = min(chances[-1], 0.995)
@@ -258,7 +258,7 @@ class Decoder:
         self.eos_ids = {eos_id} if isinstance(eos_id, int) else set(eos_id or ())
         self.sampler = Sampler(temp, top_p, top_k, seed)
 
-    def stream(self, prompt, max_tokens=200):
+    def stream(self, prompt: mx.array, max_tokens: int = 200) -> Stream:
         """Starts writing.
 
         Args:
@@ -278,7 +278,7 @@ class Decoder:
             raise ValueError(f"max_tokens is {max_tokens}: it must be 0 or more")
         stats = Stats(prompt_tokens=prompt.size, stop="length" if max_tokens == 0 else None)
         if max_tokens == 0:
-            return Stream((t for t in ()), stats)
+            return Stream(iter(()), stats)
         cache, token = self.model.start(prompt)
         if generate != self._plain and not hasattr(cache, "trim"):
             raise ValueError("the model's cache has no trim(n): only plain decoding can use it")
@@ -387,7 +387,7 @@ class DraftingDecoder(Decoder):
             output = mx.where(mx.arange(k + 1) < accepted, mx.pad(draft, (0, 1)), choice)
             found = drafter.follow(output, accepted)
             output, accepted, values, *found = read(output, accepted, values, *found)
-            if position:  # the first pass has the prompt's encoding in it
+            if position or policy.plain is None:  # the first pass has the prompt's encoding in it
                 policy.timed(k, time.perf_counter() - began, drafter.steady)
             n = accepted.item()
             output = output.tolist()[: n + 1]
@@ -411,7 +411,7 @@ class SpeculativeDecoder(DraftingDecoder):
         super().__init__(model, eos_id, **options)
         self.draft_model = draft_model
 
-    def stream(self, prompt, max_tokens=200):
+    def stream(self, prompt: mx.array, max_tokens: int = 200) -> Stream:
         if self.num_draft == 0:
             return super().stream(prompt, max_tokens)
         return self._stream(self._speculate, prompt, max_tokens)
@@ -429,15 +429,14 @@ class ModelDrafter:
 
     def __init__(self, model, sampler, prompt, width):
         self.model, self.sampler, self.prompt, self.width = model, sampler, prompt, width
-        self.cache, self.unfed = None, []
+        self.cache: Any = None
+        self.unfed: list[int] = []
         self.length = 0  # of the run of right drafts since the last wrong one
         self.steady = True
 
     def limit(self, policy):
-        """Nothing is drafted before it is known what a plain pass costs, nor where trying again
-        is dear and a long text would have to be fed first."""
-        dear = policy.patience > 64 and len(self.unfed) > 8
-        return 0 if dear or (policy.learns and policy.plain is None) else math.inf
+        """Nothing is drafted where trying again is dear and a long text would be fed first."""
+        return 0 if policy.patience > 64 and len(self.unfed) > 8 else math.inf
 
     def draft(self, k, position):
         """k tokens for output positions position …, (k,) uint32, not evaluated."""

@@ -103,7 +103,7 @@ def parse_arguments(argv=None):
         description="Write text with a T5. Models are folders or Hugging Face ids. (Defaults)",
         allow_abbrev=False,
     )
-    parser.error = lambda message: parser.exit(2, f"main.py: error: {message}\n")
+    parser.error = lambda message: parser.exit(2, f"main.py: error: {message}\n")  # type: ignore
     natural, positive = {"type": between(0), "metavar": "N"}, {"type": between(1), "metavar": "N"}
     add = (group := parser.add_argument_group("text")).add_argument
     add("--model", "--model-name", default=DEFAULT_MODEL, metavar="M", help="target model (demo)")
@@ -291,7 +291,7 @@ def main(argv=None):
     args = parse_arguments(argv)
     no_color = os.environ.get("NO_COLOR") or os.environ.get("TERM") == "dumb"
     color = sys.stdout.isatty() and not no_color if args.color is None else args.color
-    sys.stdout.reconfigure(errors="replace")
+    sys.stdout.reconfigure(errors="replace")  # type: ignore
     try:
         run(args, color)
         return 0

@@ -9,7 +9,7 @@ import functools
 
 import mlx.core as mx
 
-from decoder import DraftingDecoder, read
+from decoder import DraftingDecoder, Stream, read
 
 # Ids that no token has. NONE stands before the first token and after the last one, SEAM + i behind
 # text i: they differ, so that no n-gram reaches across one, and no draft goes on past one.
@@ -46,7 +46,9 @@ def check_ngrams(ngram_max, ngram_min):
         )
 
 
-def find_draft(context, ngram_max, ngram_min, num_draft, seam=0):
+def find_draft(
+    context: mx.array, ngram_max: int, ngram_min: int, num_draft: int, seam: int = 0
+) -> mx.array:
     """What followed the last tokens of the context where they stood before.
 
     Args:
@@ -129,7 +131,7 @@ class PromptLookupDecoder(DraftingDecoder):
         super().__init__(model, eos_id, **options)
         self.ngram_max, self.ngram_min = ngram_max, ngram_min
 
-    def stream(self, prompt, max_tokens=200, reference=None):
+    def stream(self, prompt: mx.array, max_tokens: int = 200, reference=None) -> Stream:
         """Starts writing; see Decoder.stream.
 
         Args:
@@ -204,16 +206,17 @@ class LookupDrafter:
         # Where no n-gram matches, one that lacks its last token tells where a copy may go on.
         if self.length < self.least and (self.length or best <= max(self.least, 2)):
             return
-        scores, places, end = bytes(memoryview(scores)), [], scores.size
+        places: list[int] = []
+        scores, end = bytes(memoryview(scores)), scores.size
         while len(places) < 64 and (end := scores.rfind(best, 0, end)) >= 0:
             places.append(end + self.n + 1)
         near = {p: (1 + abs(p - self.copied)) ** -0.5 for p in places}
-        votes = {}
+        votes: dict[int, float] = {}
         for p in places:
             votes[self.text[p]] = votes.get(self.text[p], 0) + near[p]
-        winner = max(votes, key=votes.get)
+        winner = max(votes, key=lambda token: votes[token])
         agree = [p for p in places if self.text[p] == winner]
-        self.place = max(agree, key=near.get)
+        self.place = max(agree, key=lambda p: near[p])
         self.doubt = (len(agree) < len(places)) + (2 * len(agree) <= len(places))
         self.doubt += 3 * (abs(self.place - self.copied) > 64)
         self.found = self.text[self.place : self.place + 64]

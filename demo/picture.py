@@ -15,8 +15,7 @@ STYLE = {  # the SGR codes that main.py uses
     "1": "font-weight:bold",
     "2": "opacity:.7",
     "4": "text-decoration:underline",
-    "32": "fill:#7ee787",
-    "36": "fill:#79c0ff",
+    "35": "fill:#d2a8ff",
 }
 
 
