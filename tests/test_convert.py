@@ -67,6 +67,7 @@ def test_a_cast_copy_computes_nearly_the_same(tmp_path, name, dtype, most):
     assert after < before * (1.1 if dtype == "float32" else 0.6)
     ours = logits(tmp_path / "out", golden(name))
     assert ours.dtype == DTYPES[dtype]
+    assert load(tmp_path / "out")[0].embed(mx.array([3])).dtype == mx.float32  # the residual stream
     assert error(ours, golden(name)) < most
 
 

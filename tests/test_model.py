@@ -10,7 +10,7 @@ import mlx.core as mx
 import numpy as np
 import pytest
 
-from model import CHUNK, load
+from model import CHUNK, MAX_WIDTH, LayerCache, attend_on_cpu, load, on_cpu
 
 GOLDEN = Path(__file__).parent / "golden"
 ONE_FILE = ["t5-v1.0", "t5-v1.1", "mt5", "umt5"]
@@ -122,6 +122,22 @@ def test_logits_depend_on_the_whole_prompt_and_text(model):
     cache, _ = model.start(PROMPT)
     changed = mx.concatenate([mx.array([7], mx.uint32), tokens[1:]])
     assert not mx.allclose(model.decode(changed, cache)[-1], logits[-1])
+
+
+@pytest.mark.parametrize("keys", [20, 256, 400, 900, 2000])
+def test_attention_does_not_depend_on_its_width(keys):
+    """With two threads and many keys MKL would split the sum over them, depending on the width."""
+    if not on_cpu():
+        pytest.skip("the CPU's attention")
+    model, _ = load(GOLDEN / "t5-v1.0")
+    q, k = (mx.random.normal((4, n, 64), key=mx.random.key(n)) for n in (MAX_WIDTH, keys))
+    cache = LayerCache(k, k)
+    widths = range(model.widths[0], MAX_WIDTH + 1)
+    keys_and_values = cache.cross_keys, cache.cross_values, None
+    rows = [attend_on_cpu(q[:, :n], *keys_and_values)[:, :2] for n in widths]
+    assert all(mx.array_equal(row, rows[0]) for row in rows)
+    exact = mx.fast.scaled_dot_product_attention(q[None], k[None], k[None], scale=1.0)
+    assert mx.allclose(rows[0], exact[0, :, :2], atol=1e-5)
 
 
 def test_ids_beyond_the_table_read_its_last_row(model):
