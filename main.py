@@ -11,7 +11,11 @@ from functools import partial
 from itertools import chain
 
 DEFAULT_MODEL = os.path.join(os.path.dirname(os.path.abspath(__file__)), "demo", "t5-demo")
-DEFAULT_PROMPT = "replace censer with era: Perfume especially with a censer."
+DEFAULT_PROMPT = (
+    "replace city with village: A large city was built on the banks of the river. Ships from all"
+    " parts of the world came to its harbor with silk, gold and salt, and its people grew rich by"
+    " trade with distant countries. The city had a high wall of white stone."
+)
 # An underline, since hue alone is lost on some readers; magenta contrasts with black and white.
 DRAFTED, RESET = "\033[4;35m", "\033[0m"
 
