@@ -283,7 +283,7 @@ class Weights:
     """The tensors of a checkpoint; each is checked, read and forgotten as it is taken."""
 
     def __init__(self, tensors: dict, quantization: dict | None):
-        self.tensors, self.quantization = dict(tensors), quantization
+        self.tensors, self.quantization = tensors, quantization
 
     def take(self, name, *shape, dtypes=(mx.float32, mx.float16, mx.bfloat16)):
         """The tensor `name`, which must have that shape."""

@@ -463,8 +463,10 @@ def load(path_or_id):
     """
     try:
         folder = checkpoint.find_folder(path_or_id)
-        config, tensors = checkpoint.read_config(folder), checkpoint.open_tensors(folder)
-        model = T5(config, checkpoint.Weights(tensors, config.quantization))
+        config = checkpoint.read_config(folder)
+        # Nobody else holds the tensors, so that each can go when it has become part of the model.
+        weights = checkpoint.Weights(checkpoint.open_tensors(folder), config.quantization)
+        model = T5(config, weights)
         return model, checkpoint.load_tokenizer(folder, config.vocab_size)
     except ValueError as error:
         raise ValueError(f"{path_or_id}: {error}") from None

@@ -1,5 +1,6 @@
 """convert.py: what it writes loads, computes the same up to rounding, and appears whole or not."""
 
+import gc
 import json
 import os
 import shutil
@@ -11,10 +12,14 @@ import mlx.core as mx
 import numpy as np
 import pytest
 
-from convert import convert
-from model import load
-
 ROOT = Path(__file__).parent.parent
+sys.path.insert(0, str(ROOT / "benchmarks"))
+
+import widen  # noqa: E402
+
+from convert import convert  # noqa: E402
+from model import load  # noqa: E402
+
 GOLDEN = Path(__file__).parent / "golden"
 DTYPES = {"float32": mx.float32, "bfloat16": mx.bfloat16, "float16": mx.float16}
 
@@ -116,6 +121,42 @@ def test_float16_does_not_overflow_in_the_feed_forward(tmp_path, name, quantize)
     assert mx.abs(layer.feed_forward(mx.ones((4, 32)))).max() > 1e5
     exact, half = (logits(tmp_path / d, golden(name)) for d in ("float32", "float16"))
     assert mx.isfinite(half).all() and mx.abs(exact - half).max() < 0.1 * mx.std(exact)
+
+
+@pytest.fixture(scope="module")
+def large(tmp_path_factory):
+    """A random checkpoint of 50 MB, larger than what else is in memory."""
+    folder = tmp_path_factory.mktemp("large") / "t5"
+    shutil.copytree(GOLDEN / "flan-t5", folder)
+    config = json.loads((folder / "config.json").read_text())
+    config |= dict(d_model=256, d_ff=1024, d_kv=64, vocab_size=12_000, num_layers=3)
+    config |= dict(num_decoder_layers=3)
+    (folder / "config.json").write_text(json.dumps(config))
+    tensors = {k: mx.array(v) for k, v in widen.random_weights(config).items()}
+    mx.save_safetensors(str(folder / "model.safetensors"), tensors, {"format": "pt"})
+    return folder, max(tensor.nbytes for tensor in tensors.values())
+
+
+def peak(job):
+    """Bytes that were in use at most while `job()` ran, beyond what was before."""
+    gc.collect()
+    before = mx.get_active_memory()
+    mx.reset_peak_memory()
+    result = job()
+    return mx.get_peak_memory() - before, mx.get_active_memory() - before, result
+
+
+def test_loading_holds_one_tensor_twice_at_most(large):
+    folder, largest = large
+    most, after, _model = peak(lambda: load(folder)[0])
+    assert after > 30e6 and most - after < 1.2 * largest
+
+
+@pytest.mark.parametrize("options", [dict(dtype="bfloat16"), dict(quantize=True, bits=8)])
+def test_converting_holds_one_tensor_twice_at_most(large, tmp_path, options):
+    folder, largest = large
+    most, after, (_, written, _) = peak(lambda: convert(folder, tmp_path / "out", **options))
+    assert after < 1e6 and most - written < 1.2 * largest
 
 
 def test_float16_that_cannot_hold_a_weight_is_refused(tmp_path):
