@@ -271,9 +271,12 @@ class Decoder:
 
     def _stream(self, generate, prompt, max_tokens, *args):
         began = time.perf_counter()
-        prompt = prompt if isinstance(prompt, mx.array) else mx.array(prompt, mx.uint32)
+        prompt = mx.array(prompt)
         if prompt.ndim != 1 or prompt.size == 0:
             raise ValueError(f"the prompt has shape {prompt.shape}: it must be (S,) with S > 0")
+        if not mx.issubdtype(prompt.dtype, mx.integer):
+            raise ValueError(f"the prompt is {prompt.dtype}: it must be integer token ids")
+        prompt = prompt.astype(mx.uint32)
         if max_tokens < 0:
             raise ValueError(f"max_tokens is {max_tokens}: it must be 0 or more")
         stats = Stats(prompt_tokens=prompt.size, stop="length" if max_tokens == 0 else None)

@@ -143,7 +143,8 @@ class PromptLookupDecoder(DraftingDecoder):
         return self._stream(self._look_up, prompt, max_tokens, reference)
 
     def _look_up(self, cache, token, prompt, max_tokens, reference):
-        prompt, reference = prompt.tolist(), [] if reference is None else list(map(int, reference))
+        reference = mx.array([] if reference is None else reference).astype(mx.uint32).tolist()
+        prompt = prompt.tolist()
         seam = getattr(self.model, "is_encoder_decoder", False)
         texts = [reference, prompt, []] if seam else [reference, prompt]
         return self._draft(

@@ -155,7 +155,7 @@ def test_seconds_run_from_the_call_to_the_last_token():
 def evaluations(monkeypatch):
     """Counts what makes the host wait: read(), mx.eval, and reading an array by other means."""
     counts = {"read": 0, "eval": 0, "async_eval": 0, "other": 0}
-    evaluated = {id(PROMPT): PROMPT}
+    evaluated = {}
 
     def counted(name, function):
         def wrapper(*args):
@@ -195,7 +195,9 @@ def test_one_evaluation_per_pass(evaluations, kind, encoder, temp):
         "lookup": PromptLookupDecoder(model, None, temp=temp),
         "speculative": SpeculativeDecoder(model, draft_model, None, temp=temp),
     }[kind]
-    _, _, stats = write(decoder, PROMPT, 40)
+    stream = decoder.stream(PROMPT, 40)
+    evaluations["other"] = 0  # the prompt was read
+    stats = [*stream] and stream.stats
     first = kind == "lookup" and not encoder  # the first draft is searched before the first pass
     assert evaluations["read"] == evaluations["eval"] == stats.passes + first
     assert evaluations["other"] == 0
@@ -384,10 +386,13 @@ def test_an_abandoned_stream_leaves_nothing_behind():
         assert write(decoder, PROMPT, 40)[0] == ids
 
 
-def test_a_prompt_may_be_a_list():
-    model = HashModel()
-    for decoder in (Decoder(model), *drafting(model, model)):
-        assert write(decoder, PROMPT.tolist())[0] == write(decoder, PROMPT)[0]
+@pytest.mark.parametrize("kind", [list, np.array, mx.array])
+def test_a_prompt_may_be_a_list_or_any_array_of_integers(kind):
+    for encoder in (True, False):
+        model = HashModel(encoder=encoder)
+        for decoder in (Decoder(model), *drafting(model, model)):
+            prompt = kind(PROMPT.tolist())
+            assert write(decoder, prompt)[0] == write(decoder, PROMPT)[0]
 
 
 # Errors
@@ -400,6 +405,8 @@ def test_errors_come_at_the_call():
             decoder.stream(mx.zeros((0,), mx.uint32))
         with pytest.raises(ValueError, match=r"shape \(1, 3\)"):
             decoder.stream(PROMPT[None])
+        with pytest.raises(ValueError, match="float32: it must be integer"):
+            decoder.stream([1.5])
         with pytest.raises(ValueError, match="max_tokens is -1"):
             decoder.stream(PROMPT, max_tokens=-1)
 

@@ -223,6 +223,15 @@ def test_reference_with_ids_that_the_model_does_not_have():
         assert max(ids) < 16
 
 
+@pytest.mark.parametrize("kind", [list, np.array, mx.array])
+def test_a_reference_may_be_a_list_or_any_array_of_integers(kind):
+    model, prompt = HashModel(), mx.array([5, 6, 5], mx.uint32)
+    decoder = PromptLookupDecoder(model, num_draft=4, fixed_draft=True)
+    plain, _, without = write(decoder, prompt)
+    ids, _, stats = write(decoder, prompt, reference=kind(plain))
+    assert ids == plain and stats.passes < without.passes
+
+
 def test_empty_reference_is_none():
     model, prompt = HashModel(), mx.array([5, 6, 5], mx.uint32)
     decoder = PromptLookupDecoder(model)
