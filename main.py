@@ -12,9 +12,9 @@ from itertools import chain
 
 DEFAULT_MODEL = os.path.join(os.path.dirname(os.path.abspath(__file__)), "demo", "t5-demo")
 DEFAULT_PROMPT = (
-    "replace city with village: A large city was built on the banks of the river. Ships from all"
-    " parts of the world came to its harbor with silk, gold and salt, and its people grew rich by"
-    " trade with distant countries. The city had a high wall of white stone."
+    "replace cat with dog: A cat was asleep in the sun near the kitchen window. Two small birds"
+    " landed on the wall outside and began to sing. The cat opened one eye, looked at them for a"
+    " moment, and decided that it was much too warm to chase anything before dinner."
 )
 # An underline, since hue alone is lost on some readers; magenta contrasts with black and white.
 DRAFTED, RESET = "\033[4;35m", "\033[0m"
