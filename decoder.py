@@ -168,7 +168,7 @@ class DraftLength:
         key = min((length + i).bit_length(), 6), doubt if i == 0 else None
         if key not in self.trials:
             chance = self.chances[key[0]] * (self.DOUBTS[doubt % 3] if i == 0 else 1)
-            self.trials[key] = [2 * chance, 2.0]
+            self.trials[key] = [chance, 1.0]
         return self.trials[key]
 
     def choose(self, length, doubt, limit):
