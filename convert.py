@@ -3,8 +3,8 @@
     python convert.py --model google/flan-t5-base --out flan-t5-base-4bit --quantize
 
 The folder holds Hugging Face's files and tensor names: config.json, generation_config.json, the
-tokenizer and *.safetensors. Tensors are read, changed and written one after another: not even the
-result has to be in memory.
+tokenizer and *.safetensors. Tensors are read, changed and written one after another, and what was
+written is loaded once: the result has to fit in memory, not the checkpoint.
 """
 
 import fast_blas  # noqa: F401  isort: skip  (a fast BLAS on Linux: before mlx.core)

@@ -66,8 +66,17 @@ class Stream:
         self._tokens.close()
 
 
+def as_ids(name, ids):
+    """Token ids of any kind as (N,) uint32."""
+    ids = mx.array(ids)
+    if ids.ndim != 1 or not (ids.size == 0 or mx.issubdtype(ids.dtype, mx.integer)):
+        found = f"{str(ids.dtype).split('.')[-1]} of shape {ids.shape}"
+        raise ValueError(f"the {name} is {found}: it must be (N,) integer token ids")
+    return ids.astype(mx.uint32)
+
+
 def read(*arrays):
-    """The one place where the host waits for the device."""
+    """The one place where a loop waits for the device."""
     mx.eval(*arrays)
     return arrays
 
@@ -90,7 +99,8 @@ class Sampler:
             raise ValueError(f"top_k is {top_k}: it must be 0 or more (0: all tokens)")
         if not 0 <= seed < 2**32:
             raise ValueError(f"seed is {seed}: it must be in [0, 2**32)")
-        self.temp, self.top_p, self.top_k, self.seed = temp, top_p, top_k, seed
+        self.temp = max(temp, 1e-30) if temp else 0  # what float32 can divide by
+        self.top_p, self.top_k, self.seed = top_p, top_k, seed
         self.noise = functools.lru_cache(maxsize=64)(self._noise)
 
     def _noise(self, position, width):
@@ -124,10 +134,8 @@ class Sampler:
         if self.temp > 0:
             length, size = scores.shape
             width = width or size
-            g = mx.stack([self.noise(position + i, width) for i in range(length)])
-            if size > width:
-                g = mx.pad(g, [(0, 0), (0, size - width)])
-            scores = scores + g[:, :size]
+            noise = mx.stack([self.noise(position + i, width) for i in range(length)])
+            scores = scores + mx.pad(noise, [(0, 0), (0, max(size - width, 0))])[:, :size]
         tokens = mx.argmax(scores, axis=-1)
         return tokens, mx.take_along_axis(scores, tokens[:, None], axis=-1)[:, 0]
 
@@ -253,6 +261,8 @@ class Decoder:
     Raises ValueError where an argument is out of its range.
     """
 
+    num_draft: int | None = 0
+
     def __init__(self, model, eos_id=1, temp=0.0, top_p=1.0, top_k=0, seed=0):
         self.model = model
         self.eos_ids = {eos_id} if isinstance(eos_id, int) else set(eos_id or ())
@@ -267,25 +277,23 @@ class Decoder:
 
         Returns an iterator over Token, with `stats`.
         """
-        return self._stream(self._plain, prompt, max_tokens)
+        return self._stream(prompt, max_tokens)
 
-    def _stream(self, generate, prompt, max_tokens, *args):
+    def _stream(self, prompt, max_tokens, *texts):
         began = time.perf_counter()
-        prompt = mx.array(prompt)
-        if prompt.ndim != 1 or prompt.size == 0:
-            raise ValueError(f"the prompt has shape {prompt.shape}: it must be (S,) with S > 0")
-        if not mx.issubdtype(prompt.dtype, mx.integer):
-            raise ValueError(f"the prompt is {prompt.dtype}: it must be integer token ids")
-        prompt = prompt.astype(mx.uint32)
+        prompt = as_ids("prompt", prompt)
+        if prompt.size == 0:
+            raise ValueError("the prompt is empty: it must be (S,) token ids with S > 0")
         if max_tokens < 0:
             raise ValueError(f"max_tokens is {max_tokens}: it must be 0 or more")
-        stats = Stats(prompt_tokens=prompt.size, stop="length" if max_tokens == 0 else None)
-        if max_tokens == 0:
-            return Stream(iter(()), stats)
+        stats = Stats(prompt_tokens=prompt.size, stop=None if max_tokens else "length")
         cache, token = self.model.start(prompt)
-        if generate != self._plain and not hasattr(cache, "trim"):
+        if self.num_draft == 0:
+            passes = self._plain(cache, token, max_tokens)
+        elif not hasattr(cache, "trim"):
             raise ValueError("the model's cache has no trim(n): only plain decoding can use it")
-        passes = generate(cache, token, prompt, max_tokens, *args)
+        else:
+            passes = self._draft(cache, token, max_tokens, self._drafter(prompt, *texts))
         return Stream(self._tokens(passes, max_tokens, stats, began), stats)
 
     def _tokens(self, passes, max_tokens, stats, began):
@@ -310,12 +318,11 @@ class Decoder:
 
     def _check(self, values, logits):
         if not all(map(math.isfinite, values)):
-            raise ValueError(
-                f"the model's logits are not finite in {str(logits.dtype).split('.')[-1]}: "
-                "convert it to bfloat16 or float32"
-            )
+            dtype = str(logits.dtype).split(".")[-1]
+            advice = ": convert it to bfloat16 or float32" if dtype == "float16" else ""
+            raise ValueError(f"the model's logits are not finite in {dtype}{advice}")
 
-    def _plain(self, cache, token, prompt, max_tokens):
+    def _plain(self, cache, token, max_tokens):
         """One token per pass; the next pass is under way while the caller has the last token."""
         ahead = None
         for position in range(max_tokens + 1):
@@ -335,8 +342,9 @@ class DraftingDecoder(Decoder):
     """The draft -> verify -> accept loop; what drafts is a drafter.
 
     Args:
-        num_draft: The most tokens to draft for a pass (None: 24); 0: plain decoding. How many are
-            drafted is decided by DraftLength, which goes on learning from stream to stream.
+        num_draft: The most tokens to draft for a pass (None: 24; above 64 only where fixed); 0:
+            plain decoding. How many are drafted is decided by DraftLength, which goes on learning
+            from stream to stream.
         fixed_draft: Always draft num_draft tokens (10 if None), or as many as there are.
         delta: Lenience: a draft token x is also accepted when p(x) >= (1 - delta) p(y), y being
             the target's choice. At 0 the text is what the target alone would write.
@@ -357,7 +365,7 @@ class DraftingDecoder(Decoder):
         # Lenient text depends on the draft lengths, and must not depend on the clock.
         learns = self.delta == 0 and not self.fixed_draft
         cost = None if learns else lambda k: 1 + 0.15 * k
-        ceiling = 24 if self.num_draft is None else self.num_draft
+        ceiling = 24 if self.num_draft is None else min(self.num_draft, 64)
         return DraftLength(ceiling, cost, self.chances)
 
     def _accept(self, scores, choice, draft):
@@ -414,15 +422,9 @@ class SpeculativeDecoder(DraftingDecoder):
         super().__init__(model, eos_id, **options)
         self.draft_model = draft_model
 
-    def stream(self, prompt: mx.array, max_tokens: int = 200) -> Stream:
-        if self.num_draft == 0:
-            return super().stream(prompt, max_tokens)
-        return self._stream(self._speculate, prompt, max_tokens)
-
-    def _speculate(self, cache, token, prompt, max_tokens):
+    def _drafter(self, prompt):
         width = getattr(self.model, "vocab_size", None)
-        drafter = ModelDrafter(self.draft_model, self.sampler, prompt, width)
-        return self._draft(cache, token, max_tokens, drafter)
+        return ModelDrafter(self.draft_model, self.sampler, prompt, width)
 
 
 class ModelDrafter:

@@ -121,8 +121,8 @@ def parse_arguments(argv=None):
     names = "-n", "--num-draft", "--n-draft", "--num-draft-tokens"
     add(*names, type=between(0, auto=True), metavar="N", help="draft at most N tokens (auto)")
     add("--fixed-draft", action="store_true", help="draft N (10) whether or not it pays")
-    add("--ngram-max", default=16, **positive, help="longest n-gram to look up (16)")
-    add("--ngram-min", default=1, **positive, help="shortest n-gram to look up (1)")
+    add("--ngram-max", default=16, type=between(1, 127), metavar="N", help="longest n-gram (16)")
+    add("--ngram-min", default=1, **positive, help="shortest n-gram (1)")
     add("--reference", metavar="FILE", help="another text to look up drafts in")
     add("--delta", type=between(0, 1, float), default=0, help="lenience (0: the target's text)")
     add("--regular-decode", action="store_true", help="plain decoding, without drafts")

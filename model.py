@@ -7,6 +7,7 @@ There is no batch dimension: activations are (positions, features).
 
 import fast_blas  # noqa: F401  isort: skip  (a fast BLAS on Linux: before mlx.core)
 
+import functools
 import math
 
 import mlx.core as mx
@@ -17,12 +18,11 @@ import checkpoint
 CACHE_BYTES = 2**21  # about what one core's cache holds
 CHUNK = 256  # the cache grows by this many positions
 MAX_WIDTH = 32  # a pass over more tokens is computed in blocks of this many rows
-SECOND_STREAM = mx.new_thread_local_stream(mx.cpu)
 
 
 def exp(x):
     """e to the x; in MLX on the CPU 2 to the x costs a third of it."""
-    return mx.power(2.0, x * math.log2(math.e))
+    return mx.power(2.0, x * math.log2(math.e)) if on_cpu() else mx.exp(x)
 
 
 def gelu_new(x):
@@ -141,11 +141,16 @@ def attend_on_cpu(q, k, v, bias):
     return (p @ v.reshape(heads, -1, CHUNK, v.shape[-1])).sum(axis=1) / total
 
 
+@functools.cache
+def second_stream():
+    return mx.new_thread_local_stream(mx.cpu)
+
+
 def attend_in_turns(q, k, v, bias):
     """The same for the encoder: MLX computes an operation on one core, so two at a time."""
     parts = []
     for i in range(0, q.shape[0], 2):
-        with mx.stream(SECOND_STREAM if i % 4 else mx.default_stream(mx.cpu)):
+        with mx.stream(second_stream() if i % 4 else mx.default_stream(mx.cpu)):
             parts.append(attend_on_cpu(*(a[i : i + 2] for a in (q, k, v, bias))))
     return mx.concatenate(parts)
 
@@ -217,6 +222,7 @@ class LayerCache:
 
     def __init__(self, keys, values):
         """keys, values: those of the prompt, both (heads, S, d_kv)."""
+        self.axis = 2 if on_cpu() else 1  # along which keys are appended
         self.cross_keys, self.cross_values = keys.swapaxes(1, 2), values
         if on_cpu():
             self.cross_keys = mx.contiguous(self.cross_keys)
@@ -226,11 +232,11 @@ class LayerCache:
 
     def update(self, k, v, positions):
         """Append k, v (heads, L, d_kv); return the first `positions` keys and values."""
-        start, axis = self.offset, 2 if on_cpu() else 1
+        start = self.offset
         self.offset += k.shape[1]
-        self.keys = write(self.keys, k.swapaxes(1, axis), start, positions, axis)
+        self.keys = write(self.keys, k.swapaxes(1, self.axis), start, positions, self.axis)
         self.values = write(self.values, v, start, positions, 1)
-        keys = self.keys if on_cpu() else self.keys.swapaxes(1, 2)
+        keys = self.keys.swapaxes(self.axis, 2)
         return keys[:, :, :positions], self.values[:, :positions]
 
 
@@ -297,11 +303,13 @@ class RelativeBias:
     def decoder(self, position, width, keys):
         """(heads, width, keys) for queries from `position` on; -inf where a key is yet to come."""
         if self.table is None or self.table.shape[2] < 2 * keys:
-            # table[h, r, i]: query r rows below one that stands `keys - 1 - i` after the key
-            distance = np.arange(2 * keys + MAX_WIDTH) - (keys - 1) - MAX_WIDTH
+            # table[h, r, i]: query r rows below one that stands `reach - 1 - i` after the key
+            reach = 4 * keys  # far more than is needed now, so that it is seldom built
+            distance = np.arange(2 * reach + MAX_WIDTH) - (reach - 1) - MAX_WIDTH
             row = mx.where(mx.array(distance > 0), -mx.inf, self.of(distance))
-            self.table = self._shifted(row, MAX_WIDTH, 2 * keys, MAX_WIDTH)
-            mx.eval(self.table)
+            table = self._shifted(row, MAX_WIDTH, 2 * reach, MAX_WIDTH)
+            mx.eval(table)
+            self.table = table
         first = self.table.shape[2] // 2 - 1 - position
         return self.table[:, :width, first : first + keys]
 
@@ -338,6 +346,9 @@ class T5:
         if config.scale_outputs:
             self.decoder_norm = self.decoder_norm * config.d_model**-0.5
         weights.finish()
+        for layers, biases in (self.encoder, self.decoder):  # what is lazy belongs to this thread
+            mx.eval([layer.norms for layer in layers], [bias.weight for bias in biases])
+        mx.eval(self.encoder_norm, self.decoder_norm)
         self.widths = self._find_widths()
 
     def _find_widths(self):
@@ -413,10 +424,11 @@ class T5:
         if prompt.ndim != 1 or prompt.size == 0 or not mx.issubdtype(prompt.dtype, mx.integer):
             found = f"{prompt.dtype} of shape {prompt.shape}"
             raise ValueError(f"the prompt must be (S,) integer ids, at least one, not {found}")
-        low, high = prompt.min().item(), prompt.max().item()
-        if low < 0 or high >= self.vocab_size:
-            wrong = low if low < 0 else high
-            raise ValueError(f"token id {wrong} in the prompt; the model has {self.vocab_size} ids")
+        wrong = [i for i in prompt.tolist() if not 0 <= i < self.vocab_size]
+        if wrong:
+            raise ValueError(
+                f"token id {wrong[0]} in the prompt; the model has {self.vocab_size} ids"
+            )
         memory = self.encode(prompt.astype(mx.uint32))
         cross = [layer.cross_attention for layer in self.decoder[0]]
         cache = Cache([LayerCache(*a.split(a.kv(memory), 2)) for a in cross])

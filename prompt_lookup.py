@@ -9,7 +9,7 @@ import functools
 
 import mlx.core as mx
 
-from decoder import DraftingDecoder, Stream, read
+from decoder import DraftingDecoder, Stream, as_ids, read
 
 # Ids that no token has. NONE stands before the first token and after the last one, SEAM + i behind
 # text i: they differ, so that no n-gram reaches across one, and no draft goes on past one.
@@ -17,7 +17,7 @@ NONE, SEAM = 2**32 - 1, 2**32 - 4
 CHUNK = 1024  # the buffer grows by this many tokens
 
 
-@functools.cache
+@functools.lru_cache(maxsize=8)
 def constants(n):
     """Row numbers (n, 1) and ids that match nothing (n,)."""
     rows = mx.arange(1, n + 1, dtype=mx.uint8 if n < 256 else mx.uint32)[:, None]
@@ -120,8 +120,9 @@ class PromptLookupDecoder(DraftingDecoder):
     """Prompt lookup decoding: an n-gram search in the prompt and in the output drafts.
 
     Args: as for Decoder and DraftingDecoder, and ngram_max <= 127, ngram_min: the n-grams looked
-    up. Of several places where the longest stands, the most frequent next token decides, then the
-    last place.
+    up, and of the last 64 places where the longest stands, that with the likeliest next token: each
+    has a vote, which counts more near the place last copied from. Where no n-gram matches, one of
+    at least 2 and ngram_min tokens before the last one may: a copy goes on after a changed token.
     """
 
     def __init__(self, model, eos_id=1, ngram_max=16, ngram_min=1, **options):
@@ -138,18 +139,12 @@ class PromptLookupDecoder(DraftingDecoder):
             reference: Token ids (R,) uint32 of another text to draft from: the expected answer,
                 an earlier version, a template. Searched like the prompt, never read by the model.
         """
-        if self.num_draft == 0:
-            return super().stream(prompt, max_tokens)
-        return self._stream(self._look_up, prompt, max_tokens, reference)
+        return self._stream(prompt, max_tokens, [] if reference is None else reference)
 
-    def _look_up(self, cache, token, prompt, max_tokens, reference):
-        reference = mx.array([] if reference is None else reference).astype(mx.uint32).tolist()
-        prompt = prompt.tolist()
-        seam = getattr(self.model, "is_encoder_decoder", False)
-        texts = [reference, prompt, []] if seam else [reference, prompt]
-        return self._draft(
-            cache, token, max_tokens, LookupDrafter(texts, self.ngram_max, self.ngram_min)
-        )
+    def _drafter(self, prompt, reference):
+        texts = [as_ids("reference", reference).tolist(), prompt.tolist()]
+        texts += [[]] * getattr(self.model, "is_encoder_decoder", False)
+        return LookupDrafter(texts, self.ngram_max, self.ngram_min, self.num_draft)
 
 
 class LookupDrafter:
@@ -157,8 +152,9 @@ class LookupDrafter:
 
     steady = True
 
-    def __init__(self, texts, ngram_max, ngram_min):
+    def __init__(self, texts, ngram_max, ngram_min, num_draft=None):
         """texts: lists of token ids; the last one is written on."""
+        self.most = max(64, num_draft or 0)
         self.n, self.least, self.text = ngram_max, ngram_min, [NONE] * ngram_max
         for i, text in enumerate(texts):
             self.text += text + [SEAM + i]
@@ -220,6 +216,6 @@ class LookupDrafter:
         self.place = max(agree, key=lambda p: near[p])
         self.doubt = (len(agree) < len(places)) + (2 * len(agree) <= len(places))
         self.doubt += 3 * (abs(self.place - self.copied) > 64)
-        self.found = self.text[self.place : self.place + 64]
+        self.found = self.text[self.place : self.place + self.most]
         seam = next((i for i, t in enumerate(self.found) if t >= SEAM), len(self.found))
         del self.found[seam:]

@@ -401,11 +401,11 @@ def test_a_prompt_may_be_a_list_or_any_array_of_integers(kind):
 def test_errors_come_at_the_call():
     model = HashModel()
     for decoder in (Decoder(model), *drafting(model, model)):
-        with pytest.raises(ValueError, match=r"shape \(0,\)"):
+        with pytest.raises(ValueError, match="the prompt is empty"):
             decoder.stream(mx.zeros((0,), mx.uint32))
         with pytest.raises(ValueError, match=r"shape \(1, 3\)"):
             decoder.stream(PROMPT[None])
-        with pytest.raises(ValueError, match="float32: it must be integer"):
+        with pytest.raises(ValueError, match=r"float32 of shape \(1,\): it must be"):
             decoder.stream([1.5])
         with pytest.raises(ValueError, match="max_tokens is -1"):
             decoder.stream(PROMPT, max_tokens=-1)

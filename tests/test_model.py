@@ -4,6 +4,8 @@ import json
 import math
 import random
 import shutil
+import subprocess
+import sys
 from pathlib import Path
 
 import mlx.core as mx
@@ -12,6 +14,8 @@ import pytest
 
 from model import CHUNK, MAX_WIDTH, LayerCache, attend_on_cpu, load, on_cpu
 
+ROOT = Path(__file__).parent.parent
+DEMO = ROOT / "demo" / "t5-demo"
 GOLDEN = Path(__file__).parent / "golden"
 ONE_FILE = ["t5-v1.0", "t5-v1.1", "mt5", "umt5"]
 PROMPT = mx.array([5, 9, 23, 42, 5, 9, 1])
@@ -350,3 +354,39 @@ def test_a_damaged_checkpoint_gives_one_line_or_works(copy, seed):
     logits = model.decode(mx.concatenate([token, token]), cache)
     mx.eval(logits)
     assert logits.shape == (2, model.vocab_size)
+
+
+def test_a_model_can_be_used_in_another_thread():
+    script = """
+import threading
+from model import load
+import mlx.core as mx
+from prompt_lookup import PromptLookupDecoder
+model, tokenizer = load("demo/t5-demo")
+prompt = mx.array(tokenizer("replace cat with dog: The cat sat.").input_ids, mx.uint32)
+texts = []
+def write():
+    texts.append([token.id for token in PromptLookupDecoder(model).stream(prompt, 20)])
+for _ in range(2):
+    thread = threading.Thread(target=write)
+    thread.start()
+    thread.join()
+write()
+assert texts[0] and texts[0] == texts[1] == texts[2], texts
+"""
+    subprocess.run([sys.executable, "-c", script], cwd=ROOT, check=True)
+
+
+def test_one_evaluation_per_pass(monkeypatch):
+    """Over three chunks of the cache: nothing in the model waits for the device."""
+    import decoder
+
+    model, _ = load(DEMO)
+    prompt = mx.array([10, 11, 12], mx.uint32)
+    list(decoder.Decoder(model, None).stream(prompt, 5))
+    evaluations, evaluate = [], mx.eval
+    monkeypatch.setattr(mx, "eval", lambda *arrays: evaluations.append(1) or evaluate(*arrays))
+    drafter = decoder.SpeculativeDecoder(model, model, None, num_draft=8, fixed_draft=True)
+    stream = drafter.stream(prompt, 600)
+    assert len(list(stream)) == 600
+    assert len(evaluations) == stream.stats.passes
