@@ -261,8 +261,6 @@ class Decoder:
     Raises ValueError where an argument is out of its range.
     """
 
-    num_draft: int | None = 0
-
     def __init__(self, model, eos_id=1, temp=0.0, top_p=1.0, top_k=0, seed=0):
         self.model = model
         self.eos_ids = {eos_id} if isinstance(eos_id, int) else set(eos_id or ())
@@ -288,12 +286,7 @@ class Decoder:
             raise ValueError(f"max_tokens is {max_tokens}: it must be 0 or more")
         stats = Stats(prompt_tokens=prompt.size, stop=None if max_tokens else "length")
         cache, token = self.model.start(prompt)
-        if self.num_draft == 0:
-            passes = self._plain(cache, token, max_tokens)
-        elif not hasattr(cache, "trim"):
-            raise ValueError("the model's cache has no trim(n): only plain decoding can use it")
-        else:
-            passes = self._draft(cache, token, max_tokens, self._drafter(prompt, *texts))
+        passes = self._passes(cache, token, max_tokens, prompt, *texts)
         return Stream(self._tokens(passes, max_tokens, stats, began), stats)
 
     def _tokens(self, passes, max_tokens, stats, began):
@@ -322,7 +315,7 @@ class Decoder:
             advice = ": convert it to bfloat16 or float32" if dtype == "float16" else ""
             raise ValueError(f"the model's logits are not finite in {dtype}{advice}")
 
-    def _plain(self, cache, token, max_tokens):
+    def _passes(self, cache, token, max_tokens, *texts):
         """One token per pass; the next pass is under way while the caller has the last token."""
         ahead = None
         for position in range(max_tokens + 1):
@@ -361,6 +354,9 @@ class DraftingDecoder(Decoder):
         self.num_draft, self.fixed_draft, self.delta = num_draft, fixed_draft, delta
         self.policy = self._policy()
 
+    def _drafter(self, *texts):
+        raise NotImplementedError
+
     def _policy(self):
         # Lenient text depends on the draft lengths, and must not depend on the clock.
         learns = self.delta == 0 and not self.fixed_draft
@@ -379,6 +375,13 @@ class DraftingDecoder(Decoder):
             floor = math.log1p(-self.delta) if self.delta < 1 else -math.inf
             same = same | ((of_draft >= of_choice + floor) & (draft == known))
         return mx.sum(mx.cumprod(same.astype(mx.int32)))
+
+    def _passes(self, cache, token, max_tokens, *texts):
+        if self.num_draft == 0:
+            return super()._passes(cache, token, max_tokens)
+        if not hasattr(cache, "trim"):
+            raise ValueError("the model's cache has no trim(n): only plain decoding can use it")
+        return self._draft(cache, token, max_tokens, self._drafter(*texts))
 
     def _draft(self, cache, token, max_tokens, drafter):
         policy = self.policy if self.delta == 0 else self._policy()
