@@ -235,7 +235,8 @@ class DraftLength:
             return
         # The lower median: a disturbed pass is slow. Relative errors, for the same reason.
         typical = {j: sorted(s)[(len(s) - 1) // 2] for j, s in self.seconds.items()}
-        self.plain, self.widest = typical[0], max(k, self.widest)
+        self.plain = min(typical.values())  # what is wider is not cheaper
+        self.widest = max(k, self.widest)
         ratios = [(j, s / self.plain, len(self.seconds[j])) for j, s in typical.items() if j]
         # Least squares for 1 + jump + slope * k, with a prior
         s0, s1, s2, t0, t1 = 1.0, 0.0, 0.5, 0.0, 0.5 * self.SLOPE

@@ -375,3 +375,11 @@ def test_lenient_text_does_not_depend_on_the_clock_or_on_texts_before(monkeypatc
     assert [write(make(), prompt, 60)[:2] for prompt in prompts(4)] == runs[0]
     plain = [write(Decoder(model, None), prompt, 60)[0] for prompt in prompts(4)]
     assert [ids for ids, _ in runs[0]] != plain
+
+
+def test_a_plain_pass_that_was_disturbed_makes_no_width_look_cheaper_than_it():
+    policy = DraftLength(24)
+    for k, seconds in [(0, 0.004), (0, 0.003), (1, 0.001), (1, 0.001)]:
+        policy.timed(k, seconds)
+    assert min(policy.costs) >= 1
+    assert policy.choose(16, 0, 24) > 1
