@@ -13,6 +13,7 @@ import argparse
 import json
 import os
 import shutil
+import signal
 import sys
 import tempfile
 from pathlib import Path
@@ -160,8 +161,11 @@ def main():
         help="Weights that share a scale and a bias (default 64).",
     )
     options = vars(parser.parse_args())
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # so that nothing is left behind
     try:
         before, after, skipped = convert(**options)
+    except KeyboardInterrupt:
+        return 130
     except ValueError as error:
         print(f"convert.py: {error}", file=sys.stderr)
         return 2

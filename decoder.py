@@ -68,10 +68,15 @@ class Stream:
 
 def as_ids(name, ids):
     """Token ids of any kind as (N,) uint32."""
-    ids = mx.array(ids)
+    try:
+        ids = mx.array(ids)
+    except (RuntimeError, TypeError, ValueError):
+        raise ValueError(f"the {name} is no array: it must be (N,) integer token ids") from None
     if ids.ndim != 1 or not (ids.size == 0 or mx.issubdtype(ids.dtype, mx.integer)):
         found = f"{str(ids.dtype).split('.')[-1]} of shape {ids.shape}"
         raise ValueError(f"the {name} is {found}: it must be (N,) integer token ids")
+    if ids.size and mx.any(ids < 0):
+        raise ValueError(f"the {name} has the token id {mx.min(ids).item()}: ids are 0 or more")
     return ids.astype(mx.uint32)
 
 
@@ -92,7 +97,7 @@ class Sampler:
 
     def __init__(self, temp=0.0, top_p=1.0, top_k=0, seed=0):
         if not (0 <= temp < math.inf):
-            raise ValueError(f"temp is {temp}: it must be 0 or more (0: the most likely token)")
+            raise ValueError(f"temp is {temp}: it must be finite, 0 or more (0: likeliest token)")
         if not 0 < top_p <= 1:
             raise ValueError(f"top_p is {top_p}: it must be in (0, 1] (1: all tokens)")
         if top_k < 0:

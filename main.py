@@ -10,7 +10,7 @@ import warnings
 from functools import partial
 from itertools import chain
 
-DEFAULT_MODEL = os.path.join(os.path.dirname(os.path.abspath(__file__)), "demo", "t5-demo")
+DEFAULT_MODEL = os.path.join(os.path.dirname(os.path.realpath(__file__)), "demo", "t5-demo")
 DEFAULT_PROMPT = (
     "replace cat with dog: A cat was asleep in the sun near the kitchen window. Two small birds"
     " landed on the wall outside and began to sing. The cat opened one eye, looked at them for a"
@@ -293,6 +293,7 @@ def run(args, color):
 def main(argv=None):
     """Exit status: 0, also where the reader of a pipe has gone; 2 for bad input; 130 for Ctrl-C."""
     args = parse_arguments(argv)
+    sys.stdout = sys.stdout or open(os.devnull, "w")  # closed by the caller
     no_color = os.environ.get("NO_COLOR") or os.environ.get("TERM") == "dumb"
     color = sys.stdout.isatty() and not no_color if args.color is None else args.color
     sys.stdout.reconfigure(errors="replace")  # type: ignore
