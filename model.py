@@ -17,6 +17,7 @@ import checkpoint
 
 CACHE_BYTES = 2**21  # about what one core's cache holds
 CHUNK = 256  # the cache grows by this many positions
+QUERIES = 1024  # whose scores are in memory at the same time
 MAX_WIDTH = 32  # a pass over more tokens is computed in blocks of this many rows
 
 
@@ -147,11 +148,16 @@ def second_stream():
 
 
 def attend_in_turns(q, k, v, bias):
-    """The same for the encoder: MLX computes an operation on one core, so two at a time."""
+    """The same for the encoder: MLX computes an operation on one core, so two at a time.
+
+    A long prompt's queries take turns as well, since the scores of all would fill the memory.
+    """
     parts = []
-    for i in range(0, q.shape[0], 2):
-        with mx.stream(second_stream() if i % 4 else mx.default_stream(mx.cpu)):
-            parts.append(attend_on_cpu(*(a[i : i + 2] for a in (q, k, v, bias))))
+    for h in (slice(i, i + 2) for i in range(0, q.shape[0], 2)):
+        with mx.stream(second_stream() if h.start % 4 else mx.default_stream(mx.cpu)):
+            rows = [slice(i, i + QUERIES) for i in range(0, q.shape[1], QUERIES)]
+            rows = [attend_on_cpu(q[h, r], k[h], v[h], bias[h, r]) for r in rows]
+            parts.append(rows[0] if len(rows) == 1 else mx.concatenate(rows, axis=1))
     return mx.concatenate(parts)
 
 
