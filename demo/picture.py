@@ -7,6 +7,7 @@ import re
 import subprocess
 import sys
 from html import escape
+from itertools import groupby
 from pathlib import Path
 
 COLUMNS, ADVANCE, LINE, MARGIN = 88, 8.4, 20, 18
@@ -32,15 +33,23 @@ def spans(output):
 
 def wrap(output):
     """[(text, style)] -> lines of them, broken at spaces where a terminal is full"""
-    lines, width = [[]], 0
-    for text, style in spans(output):
-        for word in re.findall(r"\n| *[^\s]+| +", text):
-            if word == "\n" or width + len(word) > COLUMNS:
-                lines.append([])
-                width, word = 0, word.strip()
-            lines[-1].append((word, style))
-            width += len(word)
-    return lines
+    letters = [(letter, style) for text, style in spans(output) for letter in text]
+    lines, line = [], []
+    for letter in [*letters, ("\n", "")]:
+        if letter[0] == "\n":
+            lines.append(line)
+            line = []
+            continue
+        line.append(letter)
+        if len(line) > COLUMNS:
+            space = max(i for i, (c, _) in enumerate(line) if c == " ")
+            lines.append(line[:space])
+            line = line[space + 1 :]
+    joined = []
+    for line in lines:
+        runs = groupby(line, key=lambda letter: letter[1])
+        joined.append([("".join(c for c, _ in run), style) for style, run in runs])
+    return joined
 
 
 def svg(lines):
