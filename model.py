@@ -155,8 +155,8 @@ def attend_in_turns(q, k, v, bias):
     parts = []
     for h in (slice(i, i + 2) for i in range(0, q.shape[0], 2)):
         with mx.stream(second_stream() if h.start % 4 else mx.default_stream(mx.cpu)):
-            rows = [slice(i, i + QUERIES) for i in range(0, q.shape[1], QUERIES)]
-            rows = [attend_on_cpu(q[h, r], k[h], v[h], bias[h, r]) for r in rows]
+            turns = [slice(i, i + QUERIES) for i in range(0, q.shape[1], QUERIES)]
+            rows = [attend_on_cpu(q[h, turn], k[h], v[h], bias[h, turn]) for turn in turns]
             parts.append(rows[0] if len(rows) == 1 else mx.concatenate(rows, axis=1))
     return mx.concatenate(parts)
 
