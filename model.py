@@ -16,14 +16,15 @@ import numpy as np
 import checkpoint
 
 CACHE_BYTES = 2**21  # about what one core's cache holds
-CHUNK = 256  # the cache grows by this many positions
+CHUNK = 256  # positions: no block of tokens lies in two chunks, and attention sums over whole ones
+STEP = 64  # keys: the first chunk is taken in such steps, where that does not change the bits
 QUERIES = 1024  # whose scores are in memory at the same time
 MAX_WIDTH = 32  # a pass over more tokens is computed in blocks of this many rows
 
 
 def exp(x):
-    """e to the x; in MLX on the CPU 2 to the x costs a third of it."""
-    return mx.power(2.0, x * math.log2(math.e)) if on_cpu() else mx.exp(x)
+    """e to the x; in MLX on the CPU a power costs a third of it."""
+    return mx.power(math.e, x) if on_cpu() else mx.exp(x)
 
 
 def gelu_new(x):
@@ -91,6 +92,25 @@ class Linear:
         return y.transpose(1, 2, 0, 3).reshape(-1, blocks * width)[:rows]
 
 
+class RMSNorm:
+    """x / sqrt(mean(x * x) + epsilon) * scale, in float32 in every precision."""
+
+    def __init__(self, config, weights, name, factor=1.0):
+        self.scale = weights.take(f"{name}.weight", config.d_model).astype(mx.float32) * factor
+        self.epsilon = config.layer_norm_epsilon
+        if on_cpu():  # where operations count: a sum instead of the mean
+            self.scale, self.epsilon = (
+                self.scale * config.d_model**0.5,
+                self.epsilon * config.d_model,
+            )
+        mx.eval(self.scale)  # what is lazy belongs to this thread
+
+    def __call__(self, x):
+        if on_cpu():
+            return x * mx.rsqrt((x * x).sum(axis=-1, keepdims=True) + self.epsilon) * self.scale
+        return mx.fast.rms_norm(x, self.scale, self.epsilon)
+
+
 class Attention:
     """Multi-head attention without 1/sqrt(d): T5 folds that factor into its initialization.
 
@@ -109,9 +129,10 @@ class Attention:
             self.q, self.kv = linear("q"), linear("kv", few_rows=False)
         self.o = Linear(weights.matrix([f"{name}.o"], config.d_model, inner), few_rows)
 
-    def split(self, x, parts):
+    def split(self, x, parts=1):
         """(L, parts * heads * d_kv) -> parts arrays (heads, L, d_kv)"""
-        return x.reshape(x.shape[0], parts, self.heads, -1).transpose(1, 2, 0, 3)
+        x = x.reshape(x.shape[0], parts * self.heads, -1).swapaxes(0, 1)
+        return mx.split(x, parts) if parts > 1 else [x]
 
     def attend(self, q, k, v, bias=None):
         """q (heads, L, d_kv), bias (heads, L, S) -> (L, d_model)"""
@@ -188,10 +209,9 @@ class Layer:
     """Self-attention, in the decoder cross-attention, and the feed-forward, each x + f(norm(x))."""
 
     def __init__(self, config, weights, name, decoder):
-        self.eps = config.layer_norm_epsilon
         last = 2 if decoder else 1
         norms = [f"{name}.layer.{i}.layer_norm" for i in range(last + 1)]
-        self.norms = [weights.norm(norm, config.d_model) for norm in norms]
+        self.norms = [RMSNorm(config, weights, norm) for norm in norms]
         self.self_attention = Attention(config, weights, f"{name}.layer.0.SelfAttention", decoder)
         if decoder:
             cross = f"{name}.layer.1.EncDecAttention"
@@ -199,25 +219,22 @@ class Layer:
         name = f"{name}.layer.{last}.DenseReluDense"
         self.feed_forward = FeedForward(config, weights, name, few_rows=decoder)
 
-    def norm(self, i, x):
-        return mx.fast.rms_norm(x, self.norms[i], self.eps)
-
     def encode(self, x, bias):
         attention = self.self_attention
-        q, k, v = attention.split(attention.qkv(self.norm(0, x)), 3)
+        q, k, v = attention.split(attention.qkv(self.norms[0](x)), 3)
         x = x + attention.attend(q, k.swapaxes(1, 2), v, bias)
-        return x + self.feed_forward(self.norm(1, x))
+        return x + self.feed_forward(self.norms[1](x))
 
     def decode(self, x, bias, cache, new):
         """x (width, d_model), of which the first `new` rows are kept; bias (heads, width, keys)"""
         attention = self.self_attention
-        q, k, v = attention.split(attention.qkv(self.norm(0, x)), 3)
-        k, v = cache.update(k[:, :new], v[:, :new], bias.shape[-1])
+        q, k, v = attention.split(attention.qkv(self.norms[0](x)), 3)
+        k, v = cache.update(k, v, new, bias.shape[-1])
         x = x + attention.attend(q, k, v, bias)
         attention = self.cross_attention
-        (q,) = attention.split(attention.q(self.norm(1, x)), 1)
+        (q,) = attention.split(attention.q(self.norms[1](x)))
         x = x + attention.attend(q, cache.cross_keys, cache.cross_values)
-        return x + self.feed_forward(self.norm(2, x))
+        return x + self.feed_forward(self.norms[2](x))
 
 
 class LayerCache:
@@ -232,17 +249,23 @@ class LayerCache:
         self.cross_keys, self.cross_values = keys.swapaxes(1, 2), values
         if on_cpu():
             self.cross_keys = mx.contiguous(self.cross_keys)
-            self.cross_values = mx.pad(values, [(0, 0), (0, -values.shape[1] % CHUNK), (0, 0)])
+            if values.shape[1] > CHUNK:
+                self.cross_values = mx.pad(values, [(0, 0), (0, -values.shape[1] % CHUNK), (0, 0)])
         self.keys = self.values = None
         self.offset = 0
 
-    def update(self, k, v, positions):
-        """Append k, v (heads, L, d_kv); return the first `positions` keys and values."""
+    def update(self, k, v, new, positions):
+        """Append the first `new` of k, v (heads, L, d_kv); return `positions` keys and values.
+
+        The others, which the next ones overwrite, are cut off only where they do not fit.
+        """
         start = self.offset
-        self.offset += k.shape[1]
+        self.offset += new
+        if start + k.shape[1] > positions:
+            k, v = k[:, :new], v[:, :new]
         self.keys = write(self.keys, k.swapaxes(1, self.axis), start, positions, self.axis)
         self.values = write(self.values, v, start, positions, 1)
-        keys = self.keys.swapaxes(self.axis, 2)
+        keys = self.keys if self.axis == 2 else self.keys.swapaxes(1, 2)
         return keys[:, :, :positions], self.values[:, :positions]
 
 
@@ -347,18 +370,15 @@ class T5:
         self.head = Linear(self.head, few_rows=True)
         self.encoder = self._stack(weights, "encoder", config.num_layers)
         self.decoder = self._stack(weights, "decoder", config.num_decoder_layers)
-        self.encoder_norm = weights.norm("encoder.final_layer_norm", config.d_model)
-        self.decoder_norm = weights.norm("decoder.final_layer_norm", config.d_model)
-        if config.scale_outputs:
-            self.decoder_norm = self.decoder_norm * config.d_model**-0.5
+        self.encoder_norm = RMSNorm(config, weights, "encoder.final_layer_norm")
+        factor = config.d_model**-0.5 if config.scale_outputs else 1.0
+        self.decoder_norm = RMSNorm(config, weights, "decoder.final_layer_norm", factor)
         weights.finish()
-        for layers, biases in (self.encoder, self.decoder):  # what is lazy belongs to this thread
-            mx.eval([layer.norms for layer in layers], [bias.weight for bias in biases])
-        mx.eval(self.encoder_norm, self.decoder_norm)
-        self.widths = self._find_widths()
+        self.widths, self.step = self._find_widths()
 
     def _find_widths(self):
-        """(lowest, highest) number of rows between which each row's bits are the same.
+        """(lowest, highest) number of rows between which each row's bits are the same, and STEP
+        where they do not depend on how many masked keys follow, else CHUNK.
 
         Matrix products round differently for 1, for a few and for many rows, at limits that depend
         on the library, the shapes and the threads; apart from that, not on a row's place or its
@@ -366,31 +386,35 @@ class T5:
         same whatever the draft lengths. One layer and a part of the head tell the limits.
         """
         layer, biases = self.decoder[0][0], self.decoder[1]
-        c, position = self.config, CHUNK - MAX_WIDTH
+        c, most = self.config, CHUNK - MAX_WIDTH - 1
         x = mx.random.normal((MAX_WIDTH, c.d_model), key=mx.random.key(0))
-        keys = mx.random.normal((c.num_heads, position, c.d_kv), key=mx.random.key(1))
-        keys = keys.astype(layer.self_attention.qkv.dtype)
-        bias = biases[0].decoder(position, MAX_WIDTH, CHUNK)
+        past = mx.random.normal((c.num_heads, most, c.d_kv), key=mx.random.key(1))
+        past = past.astype(layer.self_attention.qkv.dtype)
 
-        def rows(n):
-            cache = LayerCache(keys, keys)
-            cache.update(keys, keys, CHUNK)
-            y = layer.decode(x[:n], bias[:, :n], cache, n)
+        def rows(n, position=most, keys=CHUNK):
+            cache = LayerCache(past, past)
+            cache.update(past[:, :position], past[:, :position], position, keys)
+            y = layer.decode(x[:n], biases[0].decoder(position, n, keys), cache, n)
             y = mx.concatenate([y, self.head(y, part=True)], axis=1)
             mx.eval(y)  # one at a time: in half precision MLX's CPU backend copies the weights
             return y
+
+        def same(a, b):
+            return mx.array_equal(a, b, equal_nan=True)
 
         widths = [1, 2, 3, 4, 6, 8, 10, 12, 14, 15, 16, 20, 24, 28, MAX_WIDTH]
         results = {n: rows(n) for n in widths}
         for i, low in enumerate(widths):
             high = low
             for n in widths[i:]:
-                if not mx.array_equal(results[n][:low], results[low], equal_nan=True):
+                if not same(results[n][:low], results[low]):
                     break
                 high = n
             if high >= low + 8:
-                return low, high
-        return 16, 16  # no such range: one width for all
+                few = [(position, i) for position in (5, STEP - high) for i in (low, high)]
+                steps = all(same(rows(i, p, STEP), rows(i, p, CHUNK)) for p, i in few)
+                return (low, high), STEP if steps else CHUNK
+        return (16, 16), CHUNK  # no such range: one width for all
 
     def _stack(self, weights, name, depth):
         """The layers of one stack and their relative biases: one for all, or one each (umT5)."""
@@ -399,6 +423,7 @@ class T5:
         for i in range(depth if c.bias_in_every_layer else 1):
             key = f"{name}.block.{i}.layer.0.SelfAttention.relative_attention_bias.weight"
             weight = weights.take(key, *shape).astype(mx.float32)
+            mx.eval(weight)
             biases.append(RelativeBias(c, weight, name == "encoder", self.head.dtype))
         blocks = (f"{name}.block.{i}" for i in range(depth))
         return [Layer(c, weights, b, name == "decoder") for b in blocks], biases
@@ -419,7 +444,7 @@ class T5:
         x = self.embed(prompt)
         for i, layer in enumerate(layers):
             x = layer.encode(x, biases[i % len(biases)])
-        return mx.fast.rms_norm(x, self.encoder_norm, self.config.layer_norm_epsilon)
+        return self.encoder_norm(x)
 
     def start(self, prompt):
         """Encode the prompt: (S,) integer ids -> an empty Cache, the first token to feed (1,).
@@ -464,13 +489,13 @@ class T5:
         if width > new:
             tokens = mx.pad(tokens, (0, width - new))  # rows that nobody reads
         layers, biases = self.decoder
-        keys = (position // CHUNK + 1) * CHUNK
+        step = self.step if position + new <= CHUNK else CHUNK
+        keys = math.ceil((position + new) / step) * step
         biases = [b.decoder(position, width, keys) for b in biases]
         x = self.embed(tokens)
         for i, (layer, layer_cache) in enumerate(zip(layers, cache.layers, strict=True)):
             x = layer.decode(x, biases[i % len(biases)], layer_cache, new)
-        x = mx.fast.rms_norm(x, self.decoder_norm, self.config.layer_norm_epsilon)
-        return self.head(x)[:new]
+        return self.head(self.decoder_norm(x))[:new]
 
 
 def load(path_or_id):

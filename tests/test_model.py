@@ -2,17 +2,20 @@
 
 import json
 import math
+import os
 import random
 import shutil
 import subprocess
 import sys
+import threading
 from pathlib import Path
 
 import mlx.core as mx
 import numpy as np
 import pytest
 
-from model import CHUNK, MAX_WIDTH, LayerCache, attend_on_cpu, load, on_cpu
+from checkpoint import HugePages
+from model import CHUNK, MAX_WIDTH, STEP, LayerCache, attend_on_cpu, load, on_cpu
 
 ROOT = Path(__file__).parent.parent
 DEMO = ROOT / "demo" / "t5-demo"
@@ -75,6 +78,26 @@ def test_pieces_of_any_length_give_the_same_bits(model):
         assert mx.array_equal(mx.concatenate(logits), expected), f"pieces of up to {most}"
 
 
+@pytest.mark.parametrize("sees", [False, True])
+def test_where_masked_keys_matter_the_first_chunk_is_taken_whole(monkeypatch, sees):
+    """The self-check finds out, and bits stay independent of how a text is fed."""
+    if not on_cpu():
+        pytest.skip("the CPU's attention")
+
+    def attend(q, k, v, bias):
+        return attend_on_cpu(q, k, v, bias) * (1 + sees * k.shape[2] / 1000)
+
+    monkeypatch.setattr("model.attend_on_cpu", attend)
+    model, _ = load(GOLDEN / "flan-t5")
+    assert model.step == (CHUNK if sees else STEP)
+    tokens, rows = text(CHUNK + 20), []
+    cache, _ = model.start(PROMPT)
+    for i in range(0, tokens.size, 23):
+        rows.append(model.decode(tokens[i : i + 23], cache))
+    cache, _ = model.start(PROMPT)
+    assert mx.array_equal(mx.concatenate(rows), one_by_one(model, tokens, cache))
+
+
 @pytest.mark.parametrize("length", [CHUNK - 1, CHUNK, CHUNK + 1, CHUNK + 30])
 def test_trim_leaves_no_trace(model, length):
     tokens, other = text(length), text(40, seed=1)
@@ -128,7 +151,7 @@ def test_logits_depend_on_the_whole_prompt_and_text(model):
     assert not mx.allclose(model.decode(changed, cache)[-1], logits[-1])
 
 
-@pytest.mark.parametrize("keys", [20, 256, 400, 900, 2000])
+@pytest.mark.parametrize("keys", [1, 20, 37, 129, 255, 256, 257, 400, 900, 2000])
 def test_attention_does_not_depend_on_its_width(keys):
     """With two threads and many keys MKL would split the sum over them, depending on the width."""
     if not on_cpu():
@@ -149,6 +172,19 @@ def test_ids_beyond_the_table_read_its_last_row(model):
     a = model.decode(mx.array([0, 2**32 - 1, 10**6], mx.uint32), caches[0])
     b = model.decode(mx.array([0, model.vocab_size - 1, model.vocab_size - 1]), caches[1])
     assert mx.array_equal(a, b) and mx.isfinite(a).all()
+
+
+def test_a_file_is_read_whole_however_little_comes_at_a_time(tmp_path):
+    """Linux gives at most 2 GB for one read; a pipe, 64 KB."""
+    content = np.random.default_rng(0).bytes(5 * 2**20 + 7)
+    os.mkfifo(tmp_path / "pipe")
+    writer = threading.Thread(target=(tmp_path / "pipe").write_bytes, args=(content,))
+    writer.start()
+    buffer = bytearray(len(content))
+    with HugePages(tmp_path / "pipe") as file:
+        assert file.readinto(buffer) == len(content)
+    writer.join()
+    assert buffer == content
 
 
 # Bad input
