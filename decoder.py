@@ -145,6 +145,9 @@ class Sampler:
         return tokens, mx.take_along_axis(scores, tokens[:, None], axis=-1)[:, 0]
 
 
+EARLY = -1  # in place of a draft length: a plain pass that began before the last one was read
+
+
 class DraftLength:
     """How many tokens to draft for the next pass, 0 included.
 
@@ -155,7 +158,9 @@ class DraftLength:
     a draft. The first token's chance also depends on `doubt`, a small number for whatever else the
     drafter knows. The cost of a width is the median of its last passes, in plain passes, drawn
     towards a line through all of them. Where nothing is drafted, one token is tried now and then:
-    so seldom that it loses about 1 %.
+    so seldom that it loses about 1 %; and after some passes without a draft the next one begins
+    before the last one is read, as in plain decoding: when the time that this would have saved is
+    worth the one pass by which the next draft may come late.
 
     Args:
         ceiling: The most tokens to draft.
@@ -173,7 +178,8 @@ class DraftLength:
         self.trials = {}  # (length's group, doubt): [right, tried]
         self.idle, self.patience = 0, 8  # passes without a draft; after how many to try one
         self.trying = False
-        self.seconds = {}  # of the last passes of each width
+        self.calm, self.patient = 0, 3  # passes since a draft that pays; at how many to hurry
+        self.seconds, self.typical = {}, {}  # of the last passes of each width, and their median
         self.plain, self.spent, self.widest = None, 1.0, 1  # a plain pass, the last one, tried
         self.costs = [cost(k) / cost(0) if cost else 1 + self.SLOPE * k for k in range(ceiling + 1)]
 
@@ -189,6 +195,7 @@ class DraftLength:
         top, costs, limit = self.ceiling, self.costs, min(limit, self.ceiling)
         if self.learns:
             limit = min(limit, 4 * self.widest)  # one surprise after the other
+        self.calm += 1
         if limit <= 0 or (self.learns and len(self.seconds.get(0, ())) < 2):
             return 0  # nothing is drafted before it is known what a plain pass takes
         trials = (self._trial(length, doubt, i) for i in range(self.AHEAD + 1))
@@ -209,7 +216,12 @@ class DraftLength:
             rest[i] = least
         # The world may have changed; but what one token costs more than it can gain is seldom paid.
         self.trying = best == 0 and self.idle >= max(self.patience, 100 * (costs[1] - 2))
+        self.calm *= best == 0
         return 1 if self.trying else best
+
+    def hurries(self):
+        """May the next plain pass begin before the last one is read?"""
+        return self.calm >= self.patient
 
     def update(self, length, doubt, k, right, wrong):
         """After a pass that drafted k tokens, timed first: so many of the drafter's tokens,
@@ -223,12 +235,13 @@ class DraftLength:
             self.idle, self.patience = 0, 8
         else:
             loss = (self.spent if self.learns else self.costs[k]) - min(right, k) - 1
-            self.idle, self.patience = 0, max(100 * loss, 2)
+            self.idle, self.patience = 0, min(max(100 * loss, 2), 512)
             for last in self.seconds.values():  # costs may have changed as well
                 del last[: len(last) > 1]
 
     def timed(self, k, seconds, steady=True):
-        """A pass took so long, its drafting included; steady: nothing that comes once."""
+        """A pass took so long, its drafting included; steady: nothing that comes once. k may be
+        EARLY: the time since the last pass was read."""
         if not self.learns:
             return
         self.spent = seconds / (self.plain or seconds)
@@ -236,13 +249,17 @@ class DraftLength:
             last = self.seconds.setdefault(k, [])
             last.append(seconds)
             del last[:-5]
+            # The lower median: a disturbed pass is slow. Relative errors, for the same reason.
+            self.typical[k] = sorted(last)[(len(last) - 1) // 2]
         if not steady or 0 not in self.seconds:
             return
-        # The lower median: a disturbed pass is slow. Relative errors, for the same reason.
-        typical = {j: sorted(s)[(len(s) - 1) // 2] for j, s in self.seconds.items()}
+        typical = self.typical
         self.plain = min(typical.values())  # what is wider is not cheaper
         self.widest = max(k, self.widest)
-        ratios = [(j, s / self.plain, len(self.seconds[j])) for j, s in typical.items() if j]
+        if EARLY in typical:
+            saved = 1 - typical[EARLY] / typical[0]
+            self.patient = min(max(1 / saved, 4), 64) if saved > 0 else 64
+        ratios = [(j, s / self.plain, len(self.seconds[j])) for j, s in typical.items() if j > 0]
         # Least squares for 1 + jump + slope * k, with a prior
         s0, s1, s2, t0, t1 = 1.0, 0.0, 0.5, 0.0, 0.5 * self.SLOPE
         for j, r, n in ratios:
@@ -254,6 +271,7 @@ class DraftLength:
         self.costs = [1.0] + [1 + jump + slope * j for j in range(1, self.ceiling + 1)]
         for j, r, n in ratios:
             self.costs[j] = (n + 1) / (1 / self.costs[j] + n / r)
+        self.spent = min(self.spent, 2 * self.costs[max(k, 0)])  # one disturbed pass tells little
 
 
 class Decoder:
@@ -392,23 +410,25 @@ class DraftingDecoder(Decoder):
     def _draft(self, cache, token, max_tokens, drafter):
         policy = self.policy if self.delta == 0 else self._policy()
         fixed = 10 if self.num_draft is None else self.num_draft
-        position = 0
+        position, ahead, now = 0, None, 0.0
         while position < max_tokens:
+            began = time.perf_counter()
             limit = min(drafter.limit(policy), max_tokens - position - 1)
             evidence = drafter.length, drafter.doubt
-            k = min(limit, fixed) if self.fixed_draft else policy.choose(*evidence, limit)
-            began = time.perf_counter()
-            draft = drafter.draft(k, position)
-            logits = self.model.decode(mx.concatenate([token, draft]), cache)
-            drafter.width = logits.shape[-1]
-            scores = self.sampler.scores(logits)
-            choice, values = self.sampler.choose(scores, position)
-            accepted = self._accept(scores, choice, draft) if k else mx.array(0)
-            output = mx.where(mx.arange(k + 1) < accepted, mx.pad(draft, (0, 1)), choice)
-            found = drafter.follow(output, accepted)
-            output, accepted, values, *found = read(output, accepted, values, *found)
-            if position or policy.plain is None:  # the first pass has the prompt's encoding in it
-                policy.timed(k, time.perf_counter() - began, drafter.steady)
+            wanted = min(limit, fixed) if self.fixed_draft else policy.choose(*evidence, limit)
+            k, early = (0, True) if ahead else (wanted, False)
+            logits, arrays = ahead or self._begin(cache, token, k, position, drafter)
+            ahead = None
+            if wanted == 0 and policy.hurries() and position + 1 < max_tokens:
+                ahead = self._begin(cache, arrays[0], 0, position + 1, drafter)
+            output, accepted, values, *found = read(*arrays)
+            before, now = now, time.perf_counter()
+            if early:
+                policy.timed(EARLY, now - before)
+            elif position or policy.plain is None:  # the first pass has the prompt's encoding in it
+                policy.timed(k, now - began, drafter.steady)
+            else:
+                policy.spent = policy.costs[k]
             n = accepted.item()
             output = output.tolist()[: n + 1]
             self._check(values.tolist()[: n + 1], logits)
@@ -417,6 +437,23 @@ class DraftingDecoder(Decoder):
             token = mx.array(output[-1:], mx.uint32)
             position += n + 1
             yield output, n, k
+
+    def _begin(self, cache, token, k, position, drafter):
+        """A pass over token (1,) and k draft tokens, under way -> its logits, and arrays to read:
+        the tokens of output positions position … (k+1,), how many draft tokens are accepted (),
+        the values of `choose`, what the drafter looks up.
+        """
+        draft = drafter.draft(k, position)
+        logits = self.model.decode(mx.concatenate([token, draft]) if k else token, cache)
+        drafter.width = logits.shape[-1]
+        scores = self.sampler.scores(logits)
+        output, values = self.sampler.choose(scores, position)
+        accepted = self._accept(scores, output, draft) if k else mx.array(0)
+        if self.delta > 0 and k:
+            output = mx.where(mx.arange(k + 1) < accepted, mx.pad(draft, (0, 1)), output)
+        arrays = output, accepted, values, *drafter.follow(output, accepted)
+        mx.async_eval(*arrays)
+        return logits, arrays
 
 
 class SpeculativeDecoder(DraftingDecoder):
@@ -450,7 +487,7 @@ class ModelDrafter:
 
     def limit(self, policy):
         """Nothing is drafted where trying again is dear and a long text would be fed first."""
-        return 0 if policy.patience > 64 and len(self.unfed) > 8 else math.inf
+        return 0 if policy.patience >= 64 and len(self.unfed) > 8 else math.inf
 
     def draft(self, k, position):
         """k tokens for output positions position …, (k,) uint32, not evaluated."""

@@ -6,6 +6,7 @@ once: a few array operations, whatever the length of the text.
 """
 
 import functools
+import math
 
 import mlx.core as mx
 
@@ -121,8 +122,10 @@ class PromptLookupDecoder(DraftingDecoder):
 
     Args: as for Decoder and DraftingDecoder, and ngram_max <= 127, ngram_min: the n-grams looked
     up, and of the last 64 places where the longest stands, that with the likeliest next token: each
-    has a vote, which counts more near the place last copied from. Where no n-gram matches, one of
-    at least 2 and ngram_min tokens before the last one may: a copy goes on after a changed token.
+    has a vote, which counts more near the place last copied from. Unless fixed_draft: where no
+    n-gram matches, one of at least 2 and ngram_min tokens before the last one may, since a copy
+    goes on after a changed token; and a draft that reaches the end of the text goes on with its
+    own beginning, since what repeats itself goes on repeating.
     """
 
     def __init__(self, model, eos_id=1, ngram_max=16, ngram_min=1, **options):
@@ -144,7 +147,8 @@ class PromptLookupDecoder(DraftingDecoder):
     def _drafter(self, prompt, reference):
         texts = [as_ids("reference", reference).tolist(), prompt.tolist()]
         texts += [[]] * getattr(self.model, "is_encoder_decoder", False)
-        return LookupDrafter(texts, self.ngram_max, self.ngram_min, self.num_draft)
+        most = max(64, self.num_draft or 0)
+        return LookupDrafter(texts, self.ngram_max, self.ngram_min, most, self.fixed_draft)
 
 
 class LookupDrafter:
@@ -152,15 +156,17 @@ class LookupDrafter:
 
     steady = True
 
-    def __init__(self, texts, ngram_max, ngram_min, num_draft=None):
-        """texts: lists of token ids; the last one is written on."""
-        self.most = max(64, num_draft or 0)
+    def __init__(self, texts, ngram_max, ngram_min, most=64, literal=False):
+        """texts: lists of token ids; the last one is written on. most: tokens of a draft;
+        literal: nothing but what find_draft could draft."""
+        self.most, self.literal = most, literal
         self.n, self.least, self.text = ngram_max, ngram_min, [NONE] * ngram_max
         for i, text in enumerate(texts):
             self.text += text + [SEAM + i]
         self.text.pop()
         self.buffer = mx.array(self.text, mx.uint32)
         self.copied = len(self.text)  # where the text was last copied from
+        self.coming = 0  # tokens in the buffer that settle() has not been told yet
         self.length, self.doubt, self.place, self.found = 0, 0, 0, []
         if texts[-1]:
             self._grow(0)
@@ -171,7 +177,7 @@ class LookupDrafter:
 
     def _grow(self, tokens):
         """Makes room for more tokens and a NONE behind them."""
-        missing = len(self.text) + tokens + 1 - self.buffer.size
+        missing = len(self.text) + self.coming + tokens + 1 - self.buffer.size
         if missing > 0:
             room = mx.full((missing + CHUNK,), NONE, mx.uint32)
             self.buffer = mx.concatenate([self.buffer, room])
@@ -182,10 +188,13 @@ class LookupDrafter:
     def follow(self, output, accepted):
         """Appends the accepted + 1 tokens of output (k+1,), and looks up the last tokens."""
         self._grow(output.size)
+        size = len(self.text) + self.coming
+        if output.size == 1:
+            self.buffer[size : size + 1], self.coming = output, self.coming + 1
+            return match_scores(self.buffer, mx.array(size + 1), self.n)
         kept = mx.where(mx.arange(output.size) <= accepted, output, NONE)
-        size = len(self.text)
         self.buffer[size : size + output.size] = kept
-        return match_scores(self.buffer, size + accepted + 1, self.n)
+        return match_scores(self.buffer, size + 1 + accepted, self.n)
 
     def settle(self, output, k, search):
         """After a pass that wrote output -> how many tokens of what was found, drafted or not,
@@ -194,6 +203,7 @@ class LookupDrafter:
         right = next((i for i, (a, b) in enumerate(pairs) if a != b), len(pairs))
         self.copied = self.place + len(output) if k else self.copied + len(output)
         self.text += output
+        self.coming = max(self.coming - 1, 0)
         self._choose(*search)
         return right, right < len(pairs)
 
@@ -201,7 +211,8 @@ class LookupDrafter:
         """Chooses among the best places; the host knows the text by now."""
         self.length, best, self.found = longest.item(), best.item(), []
         # Where no n-gram matches, one that lacks its last token tells where a copy may go on.
-        if self.length < self.least and (self.length or best <= max(self.least, 2)):
+        gap = self.length == 0 and best > max(self.least, 2) and not self.literal
+        if self.length < self.least and not gap:
             return
         places: list[int] = []
         scores, end = bytes(memoryview(scores)), scores.size
@@ -217,5 +228,8 @@ class LookupDrafter:
         self.doubt = (len(agree) < len(places)) + (2 * len(agree) <= len(places))
         self.doubt += 3 * (abs(self.place - self.copied) > 64)
         self.found = self.text[self.place : self.place + self.most]
+        if self.place + len(self.found) == len(self.text) and not self.literal:
+            times = math.ceil(self.most / len(self.found))
+            self.found = (self.found * times)[: self.most]  # what repeats itself goes on so
         seam = next((i for i, t in enumerate(self.found) if t >= SEAM), len(self.found))
         del self.found[seam:]

@@ -201,7 +201,7 @@ def test_one_evaluation_per_pass(evaluations, kind, encoder, temp):
     first = kind == "lookup" and not encoder  # the first draft is searched before the first pass
     assert evaluations["read"] == evaluations["eval"] == stats.passes + first
     assert evaluations["other"] == 0
-    assert evaluations["async_eval"] == (stats.passes if kind == "plain" else 0)
+    assert evaluations["async_eval"] == stats.passes
 
 
 def test_passes_are_the_decode_calls():
@@ -210,9 +210,11 @@ def test_passes_are_the_decode_calls():
         for decoder in (Decoder(model), *drafting(model, draft_model)):
             model.fed.clear()
             _, _, stats = write(decoder, prompt, 40)
-            # Plain decoding has one under way when EOS comes, unless the budget ends as well.
-            under_way = type(decoder) is Decoder and stats.stop == "eos" and stats.passes < 40
-            assert stats.passes == len(model.fed) - under_way
+            # Plain decoding has one under way when EOS comes, unless the budget ends as well; the
+            # others where nothing was drafted for long.
+            under_way = stats.stop == "eos" and stats.passes < 40
+            allowed = {under_way} if type(decoder) is Decoder else {0, under_way}
+            assert len(model.fed) - stats.passes in allowed
 
 
 def test_plain_decoding_is_a_pass_ahead():
