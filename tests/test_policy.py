@@ -409,7 +409,7 @@ def test_drafts_are_still_tried_where_passes_begin_early(monkeypatch):
 
 def test_what_was_written_by_passes_that_began_early_is_found(monkeypatch):
     new = random.Random(1).sample(range(3, 90), 60)
-    target = timed(ScriptModel(new + new, vocab=90), Clock(monkeypatch), line(0.1))
+    target = timed(ScriptModel(new + new, vocab=90), Clock(monkeypatch, host=0.3), line(0.1))
     decoder = PromptLookupDecoder(target, None)
     ids, drafted, _ = write(decoder, PROMPT, 120)
     assert ids == new + new and EARLY in decoder.policy.seconds
