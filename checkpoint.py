@@ -9,21 +9,24 @@ import fast_blas  # isort: skip  (a fast BLAS on Linux: before mlx.core)
 import ctypes
 import io
 import json
-import math
 import mmap
 import os
-import re
+import zipfile
+from contextlib import contextmanager
 from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any
 
 import mlx.core as mx
+from safetensors import safe_open
 
 EMBEDDINGS = ["shared.weight", "encoder.embed_tokens.weight", "decoder.embed_tokens.weight"]
 UNUSED = {  # copies of the embedding, and a bias that old checkpoints carry and nobody reads
     *EMBEDDINGS,
     "decoder.block.0.layer.1.EncDecAttention.relative_attention_bias.weight",
 }
+QUANTIZATIONS = [{"group_size": g, "bits": b} for g in (32, 64, 128) for b in (4, 8)]
+FLOATS = (mx.float32, mx.float16, mx.bfloat16)
 
 
 @dataclass(frozen=True)
@@ -49,17 +52,50 @@ class Config:
     quantization: dict | None = None  # {"group_size": 64, "bits": 4}, written by convert.py
 
 
+@contextmanager
+def _one_line(failure):
+    """Whatever a library raises in here becomes a ValueError of one line: failure, reason."""
+    try:
+        yield
+    except Exception as error:
+        reason = str(error).strip().splitlines() or [type(error).__name__]
+        raise ValueError(f"{failure}: {reason[0]}") from None
+
+
+def read_json(path: Path) -> dict:
+    """The JSON object in a file."""
+    with _one_line(f"cannot read {path.name} as JSON"):
+        content = json.loads(path.read_text(encoding="utf-8"))
+        if not isinstance(content, dict):
+            raise ValueError("it is not an object")
+    return content
+
+
+def _check(right, name, value, wanted):
+    """ValueError unless what a config says is right."""
+    if not right:
+        raise ValueError(f"the config's {name} is {value!r}, not {wanted}")
+
+
+def _token_ids(name, configs, default):
+    """The ids under `name` in the first of the configs that has some."""
+    for config in configs:
+        ids = config.get(name)
+        ids = ids if isinstance(ids, list) else [] if ids is None else [ids]
+        right = all(type(i) is int and i >= 0 for i in ids)
+        _check(right, name, config.get(name), "a token id or a list of them")
+        if ids:
+            return tuple(ids)
+    return default
+
+
 def read_config(folder: Path) -> Config:
     """Config from config.json and, where it exists, generation_config.json."""
     config, generation = read_json(folder / "config.json"), {}
     if (folder / "generation_config.json").exists():
         generation = read_json(folder / "generation_config.json")
     kind = config.get("model_type")
-    if kind not in ("t5", "mt5", "umt5"):
-        raise ValueError(f"model_type {kind!r} is not supported; t5, mt5 and umt5 are")
-    names = config.get("architectures") or []
-    if config.get("is_encoder_decoder") is False or "EncoderModel" in str(names):
-        raise ValueError("encoder-only checkpoints are not supported: there is no decoder")
+    _check(kind in ("t5", "mt5", "umt5"), "model_type", kind, "t5, mt5 or umt5")
 
     defaults = {"d_ff": 1024, "num_layers": 8, "num_heads": 6, "vocab_size": 250112}
     defaults = {} if kind == "t5" else defaults
@@ -72,81 +108,39 @@ def read_config(folder: Path) -> Config:
             value = values["num_layers"]
         elif value is None:
             value = defaults.get(field.name, field.default)
-        right = isinstance(value, int if field.type is int else (int, float))
-        if not right or isinstance(value, bool) or not 0 < value < 2**31:
-            raise ValueError(f"config.json: {field.name} is {value!r}, not a number above 0")
+        right = type(value) in (int, field.type) and 0 < value < 2**31
+        _check(right, field.name, value, "a number above 0")
         values[field.name] = value
     buckets = values["relative_attention_num_buckets"]
-    if buckets < 4 or values["relative_attention_max_distance"] <= buckets // 2:
-        raise ValueError(
-            f"config.json: relative_attention_num_buckets is {buckets} with a maximum distance of"
-            f" {values['relative_attention_max_distance']}; at least 4 and more than half of it"
-        )
+    _check(buckets >= 4, "relative_attention_num_buckets", buckets, "at least 4")
+    reach = values["relative_attention_max_distance"]
+    _check(reach > buckets // 2, "relative_attention_max_distance", reach, "above half the buckets")
 
-    # transformers 5 ties every T5; v1.1 is told by what tie_word_embeddings said in the file.
-    scale = config.get("scale_decoder_outputs", config.get("tie_word_embeddings") is not False)
     feed_forward = config.get("feed_forward_proj", "relu" if kind == "t5" else "gated-gelu")
     gate, _, activation = str(feed_forward).rpartition("-")
-    if gate not in ("", "gated"):
-        raise ValueError(
-            f"config.json: feed_forward_proj is {feed_forward!r}, not an activation or gated-..."
-        )
+    _check(gate in ("", "gated"), "feed_forward_proj", feed_forward, "an activation or gated-...")
     activation = "gelu_new" if feed_forward == "gated-gelu" else activation
+    # transformers 5 ties every T5; v1.1 is told by what tie_word_embeddings said in the file.
+    scale = config.get("scale_decoder_outputs", config.get("tie_word_embeddings") is not False)
     values |= {
-        "activation": config.get("dense_act_fn", activation),
+        "activation": str(config.get("dense_act_fn", activation)),
         "is_gated": config.get("is_gated_act", gate == "gated") is True,
         "scale_outputs": kind != "mt5" and bool(scale),
         "bias_in_every_layer": kind == "umt5",
     }
 
-    said = [("generation_config.json", generation), ("config.json", config)]
-    values["eos_ids"] = _token_ids("eos_token_id", said, () if "eos_token_id" in config else (1,))
-    pad = _token_ids("pad_token_id", said[1:], (0,))
-    values["start_id"] = _token_ids("decoder_start_token_id", said[::-1], pad)[0]
-    if values["start_id"] >= values["vocab_size"]:
-        raise ValueError(
-            f"decoder_start_token_id {values['start_id']} is not below vocab_size"
-            f" {values['vocab_size']}"
-        )
+    default = () if "eos_token_id" in config else (1,)
+    values["eos_ids"] = _token_ids("eos_token_id", [generation, config], default)
+    pad = _token_ids("pad_token_id", [config], (0,))
+    start = _token_ids("decoder_start_token_id", [config, generation], pad)[0]
+    below = f"below vocab_size {values['vocab_size']}"
+    _check(start < values["vocab_size"], "decoder_start_token_id", start, below)
+    values["start_id"] = start
 
-    values["quantization"] = quantization = config.get("quantization")
-    if quantization is not None and (
-        not isinstance(quantization, dict)
-        or quantization.get("bits") not in (4, 8)
-        or quantization.get("group_size") not in (32, 64, 128)
-    ):
-        raise ValueError(
-            f"config.json: quantization is {quantization!r}, not bits 4 or 8 and group_size 32, 64"
-            " or 128"
-        )
+    values["quantization"] = how = config.get("quantization")
+    known = "bits 4 or 8 and group_size 32, 64 or 128"
+    _check(how is None or how in QUANTIZATIONS, "quantization", how, known)
     return Config(**values)
-
-
-def _token_ids(name, said, default):
-    """The ids under `name` in the first file that has some."""
-    for file, content in said:
-        found = content.get(name)
-        ids = found if isinstance(found, list) else [found]
-        if any(
-            isinstance(i, bool) or not isinstance(i, int) or i < 0 for i in ids if ids != [None]
-        ):
-            raise ValueError(f"{file}: {name} is {found!r}, not a token id or a list of them")
-        if found is not None and ids:
-            return tuple(ids)
-    return default
-
-
-def read_json(path: Path) -> dict:
-    """The JSON object in a file."""
-    try:
-        content = json.loads(path.read_text(encoding="utf-8"))
-    except OSError as error:
-        raise ValueError(f"cannot read {path.name}: {error.strerror}") from None
-    except (ValueError, RecursionError) as error:
-        raise ValueError(f"{path.name} is not JSON: {error}") from None
-    if not isinstance(content, dict):
-        raise ValueError(f"{path.name} is not a JSON object")
-    return content
 
 
 def find_folder(path_or_id) -> Path:
@@ -154,82 +148,30 @@ def find_folder(path_or_id) -> Path:
     name = str(path_or_id)
     if os.path.isdir(name):
         return Path(name)
-    if not re.fullmatch(r"\w[\w.-]*(/\w[\w.-]*)?", name, re.ASCII):
-        raise ValueError("there is no such folder")
-    from huggingface_hub import snapshot_download
+    with _one_line("there is no such folder, and the Hugging Face hub did not help"):
+        from huggingface_hub import snapshot_download
 
-    def download(*patterns):
-        try:
-            return Path(
-                snapshot_download(name, allow_patterns=list(patterns), ignore_patterns="*/*")
-            )
-        except Exception as error:
-            reason = str(error).strip().split("\n")[0] or type(error).__name__
-            raise ValueError(
-                f"there is no such folder, and the Hugging Face hub did not help: {reason}"
-            ) from None
-
-    folder = download("*.json", "*.model", "*.txt", "model*.safetensors")
-    if not list(folder.glob("*.safetensors")):
-        folder = download("pytorch_model*.bin")
+        for weights in ("model*.safetensors", "pytorch_model*.bin"):
+            wanted = ["*.json", "*.model", "*.txt", weights]
+            folder = Path(snapshot_download(name, allow_patterns=wanted, ignore_patterns="*/*"))
+            if list(folder.glob(weights)):
+                break
     return folder
 
 
 def open_tensors(folder: Path) -> dict:
     """All tensors by name, not read yet: from safetensors, or from PyTorch files where it is."""
     for name in ("model.safetensors", "pytorch_model.bin"):
-        read = _open_safetensors if name.endswith("safetensors") else _open_pytorch
+        index = folder / f"{name}.index.json"
         if (folder / name).is_file():
-            return read(folder / name)
-        if (folder / f"{name}.index.json").is_file():
-            shards = read_json(folder / f"{name}.index.json").get("weight_map")
-            if not isinstance(shards, dict) or not all(isinstance(s, str) for s in shards.values()):
-                raise ValueError(f"{name}.index.json has no weight_map from tensors to files")
-            tensors: dict = {}
-            for shard in sorted(set(shards.values())):
-                if Path(shard).name != shard or not (folder / shard).is_file():
-                    raise ValueError(f"the shard {shard!r} of {name}.index.json is missing")
-                tensors |= read(folder / shard)
-            return tensors
+            return _open_file(folder / name)
+        if index.is_file():
+            with _one_line(f"{index.name} does not map tensors to files"):
+                # Without their directories: nothing outside the folder is read.
+                files = {Path(file).name for file in read_json(index)["weight_map"].values()}
+            shards = [_open_file(folder / file) for file in sorted(files)]
+            return {name: tensor for shard in shards for name, tensor in shard.items()}
     raise ValueError("the folder has no weights (no model.safetensors or pytorch_model.bin)")
-
-
-def _open_safetensors(path):
-    """MLX trusts a file's header; a truncated or damaged one is found here."""
-    sizes = {"F32": 4, "F16": 2, "BF16": 2, "F64": 8, "U32": 4, "I32": 4, "I64": 8, "U8": 1}
-    size = path.stat().st_size
-    with open(path, "rb") as file:
-        length = int.from_bytes(file.read(8), "little")
-        if size < 8 or length > size - 8:
-            raise ValueError(f"{path.name} is truncated, or is no safetensors file")
-        try:
-            header = json.loads(file.read(length))
-            header.pop("__metadata__", None)
-            for name, entry in header.items():
-                begin, end = entry["data_offsets"]
-                if entry["dtype"] not in sizes:
-                    raise ValueError(f"{path.name}: {name} has the unknown type {entry['dtype']}")
-                if end > size - 8 - length:
-                    raise ValueError(f"{path.name} is truncated: {name} lies beyond its end")
-                if (
-                    any(n < 0 for n in entry["shape"])
-                    or begin < 0
-                    or (end - begin != math.prod(entry["shape"]) * sizes[entry["dtype"]])
-                ):
-                    raise ValueError(f"{path.name}: {name} does not have the size of its shape")
-        except (
-            json.JSONDecodeError,
-            UnicodeError,
-            RecursionError,
-            LookupError,
-            TypeError,
-            AttributeError,
-        ):
-            raise ValueError(f"{path.name}: the header is damaged") from None
-    try:
-        return mx.load(HugePages(path), format="safetensors")
-    except Exception as error:
-        raise ValueError(f"{path.name}: {str(error).splitlines()[0]}") from None
 
 
 class HugePages(io.FileIO):
@@ -251,22 +193,21 @@ class HugePages(io.FileIO):
         return done
 
 
-def _open_pytorch(path):
-    try:
-        import torch
-    except ImportError:
-        raise ValueError(
-            f"{path.name} needs PyTorch to be read: pip install torch, or convert the checkpoint"
-            " to safetensors with convert.py where it is installed"
-        ) from None
-    try:
+def _open_file(path):
+    """The tensors of one file by name, not read yet."""
+    with _one_line(f"{path.name} cannot be read"):
+        if path.suffix == ".safetensors":
+            safe_open(path, "numpy")  # refuses what MLX's own check of the header lets through
+            return mx.load(HugePages(path), format="safetensors")
         try:
-            return torch.load(path, map_location="cpu", weights_only=True, mmap=True)
-        except RuntimeError:  # written before PyTorch 1.6: cannot be mapped
-            return torch.load(path, map_location="cpu", weights_only=True)
-    except Exception as error:
-        reason = str(error).strip().splitlines()[0]
-        raise ValueError(f"{path.name} cannot be read: {reason}") from None
+            import torch
+        except ImportError:
+            raise ValueError(
+                "that needs PyTorch: pip install torch, or convert the checkpoint to safetensors"
+                " with convert.py where it is installed"
+            ) from None
+        mapped = zipfile.is_zipfile(path)  # not so before PyTorch 1.6
+        return dict(torch.load(path, map_location="cpu", weights_only=True, mmap=mapped))
 
 
 def to_mlx(tensor):
@@ -285,13 +226,10 @@ def load_tokenizer(folder, vocab_size):
     os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")  # it misses PyTorch, we do not
     from transformers import AutoTokenizer
 
-    try:
+    with _one_line("the tokenizer cannot be loaded"):
         tokenizer = AutoTokenizer.from_pretrained(
             str(folder), local_files_only=True, trust_remote_code=False
         )
-    except Exception as error:
-        reason = (str(error).strip().splitlines() or [type(error).__name__])[0]
-        raise ValueError(f"the tokenizer cannot be loaded: {reason}") from None
     files = tokenizer.vocab_files_names.values()  # none for ByT5
     if files and not any((folder / name).is_file() for name in files):
         # transformers made up an empty one
@@ -307,21 +245,16 @@ class Weights:
     def __init__(self, tensors: dict, quantization: dict | None):
         self.tensors, self.quantization = tensors, quantization
 
-    def take(self, name, *shape, dtypes=(mx.float32, mx.float16, mx.bfloat16)):
+    def take(self, name, *shape, dtypes=FLOATS):
         """The tensor `name`, which must have that shape."""
         if name not in self.tensors:
             raise ValueError(f"the weights have no tensor {name}")
         tensor = self.tensors.pop(name)
         if tuple(tensor.shape) != shape:
-            raise ValueError(
-                f"{name} has the shape {tuple(tensor.shape)}, where config.json asks for {shape}"
-            )
+            raise ValueError(f"{name} has shape {tuple(tensor.shape)}, config.json says {shape}")
         tensor = to_mlx(tensor)
         if tensor.dtype not in dtypes:
-            names = ", ".join(str(d).removeprefix("mlx.core.") for d in dtypes)
-            raise ValueError(
-                f"{name} holds {str(tensor.dtype).removeprefix('mlx.core.')}, not {names}"
-            )
+            raise ValueError(f"{name} holds {tensor.dtype}, not {', '.join(map(str, dtypes))}")
         return tensor
 
     def matrix(self, names, rows, columns, widen=False):
@@ -330,27 +263,23 @@ class Weights:
         -> (weight, [], None), or (weight, [scales, biases], how) where convert.py has quantized it.
         `widen`: what computes in float16 is cast to float32.
         """
-        parts: dict = {"weight": (columns, {})}
-        if f"{names[0]}.scales" in self.tensors:
-            if self.quantization is None:
-                raise ValueError(f"{names[0]} is quantized, but config.json does not say how")
-            groups = columns // self.quantization["group_size"]
-            packed = columns * self.quantization["bits"] // 32
-            parts = {"weight": (packed, {"dtypes": (mx.uint32,)}), "scales": (groups, {})}
-            parts["biases"] = (groups, {})
+        how = self.quantization if f"{names[0]}.scales" in self.tensors else None
+        widths = {"weight": columns}
+        if how:
+            groups, packed = columns // how["group_size"], columns * how["bits"] // 32
+            widths = {"weight": packed, "scales": groups, "biases": groups}
         arrays = []
-        for part, (width, kind) in parts.items():
-            pieces = [self.take(f"{name}.{part}", rows, width, **kind) for name in names]
+        for part, width in widths.items():
+            dtypes = (mx.uint32,) if how and part == "weight" else FLOATS
+            pieces = [self.take(f"{name}.{part}", rows, width, dtypes=dtypes) for name in names]
             arrays.append(pieces[0] if len(pieces) == 1 else mx.concatenate(pieces))
             if widen and arrays[-1].dtype == mx.float16:
                 arrays[-1] = arrays[-1].astype(mx.float32)
             mx.eval(arrays[-1])  # here, so that the pieces can go
-        return arrays[0], arrays[1:], self.quantization if arrays[1:] else None
+        return arrays[0], arrays[1:], how
 
     def finish(self):
         """Raise ValueError where a tensor is left that no T5 has."""
         left = sorted(set(self.tensors) - UNUSED)
         if left:
-            raise ValueError(
-                f"the weights have {len(left)} tensors that this T5 does not, such as {left[0]}"
-            )
+            raise ValueError(f"the weights have {len(left)} tensors too many, such as {left[0]}")

@@ -234,9 +234,19 @@ def cut_weights(folder):
 
 
 def no_decoder(folder):
+    file = str(folder / "model.safetensors")
+    tensors = mx.load(file)
+    mx.eval(tensors)
+    mx.save_safetensors(file, {n: t for n, t in tensors.items() if not n.startswith("decoder")})
+
+
+def negative_offsets(folder):
+    """MLX's own check lets this through, and fails where the tensor is read."""
+
     def change(header, data):
-        for name in [n for n in header if n.startswith("decoder")]:
-            del header[name]
+        entry = header["lm_head.weight"]
+        begin, end = entry["data_offsets"]
+        entry["data_offsets"] = [begin - end - 1000, -1000]
 
     edit_tensors(folder / "model.safetensors", change)
 
@@ -252,8 +262,17 @@ def corrupt_index(folder):
     (folder / "model.safetensors.index.json").write_text('{"weight_map": {')
 
 
+def index(weight_map):
+    return lambda f: edit_json(f / "model.safetensors.index.json", weight_map=weight_map)
+
+
 def index_elsewhere(folder):
-    edit_json(folder / "model.safetensors.index.json", weight_map={"a": "../model.safetensors"})
+    """The tensors are there, but outside the folder, where nothing is read."""
+    tensors = {}
+    for file in folder.glob("*.safetensors"):
+        tensors |= mx.load(str(file))
+    mx.save_safetensors(str(folder.parent / "model.safetensors"), tensors)
+    index(dict.fromkeys(tensors, "../model.safetensors"))(folder)
 
 
 @pytest.mark.parametrize(
@@ -262,13 +281,21 @@ def index_elsewhere(folder):
         ("t5-v1.1", unlink("model.safetensors"), "no weights"),
         ("t5-v1.1", unlink("config.json"), "config.json"),
         ("t5-v1.1", unlink("tokenizer_config.json", "spiece.model"), "tokenizer"),
-        ("t5-v1.1", cut_weights, "truncated"),
-        ("t5-v1.1", lambda f: (f / "config.json").write_text("[]"), "JSON object"),
-        ("t5-v1.1", lambda f: (f / "config.json").write_text("{"), "not JSON"),
+        ("t5-v1.1", cut_weights, "model.safetensors cannot be read"),
+        ("t5-v1.1", negative_offsets, "model.safetensors cannot be read"),
+        (
+            "t5-v1.1",
+            lambda f: (f / "config.json").write_text("[]"),
+            "config.json as JSON: .*object",
+        ),
+        (
+            "t5-v1.1",
+            lambda f: (f / "config.json").write_text("{"),
+            "cannot read config.json as JSON",
+        ),
         ("t5-v1.1", config(model_type="bert"), "bert"),
         ("t5-v1.1", config(model_type="longt5"), "longt5"),
         ("t5-v1.1", config(model_type="switch_transformers"), "switch_transformers"),
-        ("t5-v1.1", config(architectures=["T5EncoderModel"]), "encoder-only"),
         ("t5-v1.1", no_decoder, "encoder-only"),
         ("t5-v1.1", extra_tensor, "extra.weight"),
         ("t5-v1.1", config(d_ff=65), r"wi_0.weight .*\(64, 32\).*\(65, 32\)"),
@@ -276,13 +303,20 @@ def index_elsewhere(folder):
         ("t5-v1.1", config(feed_forward_proj="leaky-relu"), "leaky-relu"),
         ("t5-v1.1", config(num_layers=1), "block.1"),
         ("t5-v1.1", config(relative_attention_num_buckets=3), "buckets is 3"),
+        ("t5-v1.1", config(relative_attention_max_distance=16), "distance is 16"),
+        ("t5-v1.1", config(d_kv=True), "d_kv is True"),
+        ("t5-v1.1", config(d_kv=8.0), "d_kv is 8.0"),
         ("t5-v1.1", config(decoder_start_token_id=160), "160"),
-        ("t5-v1.1", config(eos_token_id="</s>"), "eos_token_id"),
+        ("t5-v1.1", config(eos_token_id="</s>"), "eos_token_id is '</s>'"),
+        ("t5-v1.1", config(eos_token_id=[1, None]), "eos_token_id"),
+        ("t5-v1.1", config(eos_token_id=True), "eos_token_id is True"),
         ("t5-v1.1", config(quantization={"bits": 3, "group_size": 64}), "quantization"),
         ("byt5", config(vocab_size=383), r"\(384, 32\)"),
         ("sharded", unlink("model-00002-of-00003.safetensors"), "model-00002-of-00003"),
-        ("sharded", corrupt_index, "index.json is not JSON"),
-        ("sharded", index_elsewhere, "../model.safetensors"),
+        ("sharded", corrupt_index, "index.json as JSON"),
+        ("sharded", index(None), "index.json does not map tensors to files"),
+        ("sharded", index({"a": 5}), "index.json does not map tensors to files"),
+        ("sharded", index_elsewhere, "model.safetensors cannot be read"),
     ],
 )
 def test_what_is_not_a_t5_is_told_so_in_one_line(copy, family, damage, says):
