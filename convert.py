@@ -3,7 +3,7 @@
     python convert.py --model google/flan-t5-base --out flan-t5-base-4bit --quantize
 
 The folder holds Hugging Face's files and tensor names: config.json, generation_config.json, the
-tokenizer and *.safetensors. Tensors are read, changed and written one after another, and what was
+tokenizer and model.safetensors. Tensors are read and changed one after another, and what was
 written is loaded once: the result has to fit in memory, not the checkpoint.
 """
 
@@ -24,7 +24,6 @@ import checkpoint
 from model import load
 
 DTYPES = {"float32": mx.float32, "bfloat16": mx.bfloat16, "float16": mx.float16}
-SHARD_BYTES = 2**30  # a file is written whenever this much has gathered
 
 
 def convert(model, out, dtype=None, quantize=False, bits=4, group_size=64):
@@ -46,8 +45,7 @@ def convert(model, out, dtype=None, quantize=False, bits=4, group_size=64):
         raise ValueError(f"unknown dtype {dtype!r}; known are {', '.join(DTYPES)}")
     if bits not in (4, 8) or group_size not in (32, 64, 128):
         raise ValueError(
-            f"cannot quantize to {bits} bits in groups of {group_size}; bits are 4 or 8, group"
-            " sizes 32, 64 or 128"
+            f"{bits} bits in groups of {group_size}: must be 4 or 8 bits in groups of 32, 64 or 128"
         )
     quantization = {"group_size": group_size, "bits": bits} if quantize else None
     work = None
@@ -61,7 +59,7 @@ def convert(model, out, dtype=None, quantize=False, bits=4, group_size=64):
         work = Path(tempfile.mkdtemp(prefix=f".{out.name}.", dir=out.parent))
         skipped = _write_tensors(tensors, work, DTYPES.get(dtype), quantization)
         _copy_files(folder, work, dtype, quantization)
-        after = sum(file.stat().st_size for file in work.glob("*.safetensors"))
+        after = (work / "model.safetensors").stat().st_size
         load(work)  # what was written works, or is not kept
         work.chmod(0o755)
         os.rename(work, out)
@@ -76,16 +74,15 @@ def convert(model, out, dtype=None, quantize=False, bits=4, group_size=64):
 
 
 def _write_tensors(tensors, work, dtype, quantization):
-    """Change each tensor and write files of about SHARD_BYTES, as the hub has them."""
+    """Change each tensor and write them to one file."""
     embedding = next((name for name in checkpoint.EMBEDDINGS if name in tensors), None)
-    shard: dict = {}
-    shards: list = []
-    skipped: list = []
-    for name in sorted(tensors):
-        tensor = checkpoint.to_mlx(tensors.pop(name))
-        if name in checkpoint.UNUSED and name != embedding:
-            continue  # copies, and what nobody reads
-        name = checkpoint.EMBEDDINGS[0] if name == embedding else name
+    for name in checkpoint.UNUSED - {embedding}:
+        tensors.pop(name, None)
+    written: dict = {}
+    skipped = []
+    for source in sorted(tensors):
+        name = checkpoint.EMBEDDINGS[0] if source == embedding else source
+        tensor = checkpoint.to_mlx(tensors.pop(source))
         if dtype is not None and mx.issubdtype(tensor.dtype, mx.floating):
             tensor = tensor.astype(dtype)
             if dtype == mx.float16 and not mx.isfinite(tensor).all():
@@ -100,28 +97,9 @@ def _write_tensors(tensors, work, dtype, quantization):
                 arrays = dict(zip([name, f"{key}scales", f"{key}biases"], parts, strict=True))
         del tensor
         mx.eval(arrays)  # now, so that what it was made from can go
-        shard |= arrays
-        if sum(array.nbytes for array in shard.values()) >= SHARD_BYTES:
-            shards.append(_write_shard(work, len(shards), shard))
-            shard = {}
-    if shard:
-        shards.append(_write_shard(work, len(shards), shard))
-    if len(shards) == 1:
-        (work / "shard-0.safetensors").rename(work / "model.safetensors")
-        return skipped
-    weight_map: dict = {}
-    for i, names in enumerate(shards):
-        file = f"model-{i + 1:05}-of-{len(shards):05}.safetensors"
-        (work / f"shard-{i}.safetensors").rename(work / file)
-        weight_map |= dict.fromkeys(names, file)
-    index = {"metadata": {}, "weight_map": weight_map}
-    (work / "model.safetensors.index.json").write_text(json.dumps(index, indent=2))
+        written |= arrays
+    mx.save_safetensors(str(work / "model.safetensors"), written, {"format": "pt"})
     return skipped
-
-
-def _write_shard(work, number, shard):
-    mx.save_safetensors(str(work / f"shard-{number}.safetensors"), shard, {"format": "pt"})
-    return list(shard)
 
 
 def _copy_files(folder, work, dtype, quantization):
@@ -140,27 +118,20 @@ def _copy_files(folder, work, dtype, quantization):
 
 def main():
     parser = argparse.ArgumentParser(
-        description="Copy a T5 checkpoint into one new folder, cast or quantized."
+        description="Copy a T5 checkpoint into one new folder, cast or quantized. (Defaults)",
+        argument_default=argparse.SUPPRESS,  # what is not given is left to convert()
     )
-    parser.add_argument(
-        "--model", required=True, help="The checkpoint: a local folder or a Hugging Face id."
-    )
-    parser.add_argument("--out", required=True, help="The folder to write; it must not exist.")
-    parser.add_argument(
-        "--dtype", choices=DTYPES, help="Cast the weights; without it they keep their type."
-    )
-    parser.add_argument("--quantize", action="store_true", help="Quantize the matrices.")
-    parser.add_argument(
-        "--bits", type=int, default=4, choices=(4, 8), help="Bits per weight (default 4)."
-    )
-    parser.add_argument(
-        "--group-size",
-        type=int,
-        default=64,
-        choices=(32, 64, 128),
-        help="Weights that share a scale and a bias (default 64).",
-    )
+    parser.error = lambda message: parser.exit(2, f"convert.py: {message}\n")  # type: ignore
+    add = parser.add_argument
+    add("--model", required=True, metavar="M", help="a local folder or a Hugging Face id")
+    add("--out", required=True, metavar="FOLDER", help="what to write; it must not exist")
+    add("--dtype", metavar="D", help="float32, bfloat16 or float16 (as it is)")
+    add("--quantize", action="store_true", help="quantize the matrices")
+    add("--bits", type=int, metavar="N", help="4 or 8 bits per weight (4)")
+    add("--group-size", type=int, metavar="N", help="32, 64 or 128 weights share a scale (64)")
     options = vars(parser.parse_args())
+    if "quantize" not in options and {"bits", "group_size"} & options.keys():
+        parser.error("--bits and --group-size need --quantize")
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # so that nothing is left behind
     try:
         before, after, skipped = convert(**options)
@@ -170,7 +141,7 @@ def main():
         print(f"convert.py: {error}", file=sys.stderr)
         return 2
     for name in skipped:
-        print(f"not quantized, {options['group_size']} does not divide its rows: {name}")
+        print(f"not quantized, the group size does not divide its rows: {name}")
     print(f"{before / 1e6:,.1f} MB -> {after / 1e6:,.1f} MB in {options['out']}")
     return 0
 

@@ -166,14 +166,6 @@ def test_float16_that_cannot_hold_a_weight_is_refused(tmp_path):
     assert sorted(p.name for p in tmp_path.iterdir()) == ["large"]
 
 
-def test_large_checkpoints_are_written_in_shards(tmp_path, monkeypatch):
-    monkeypatch.setattr("convert.SHARD_BYTES", 50_000)
-    convert(GOLDEN / "t5-v1.0", tmp_path / "out")
-    assert len(list((tmp_path / "out").glob("model-*-of-0000*.safetensors"))) > 2
-    ours = logits(tmp_path / "out", golden("t5-v1.0"))
-    assert mx.array_equal(ours, logits(GOLDEN / "t5-v1.0", golden("t5-v1.0")))
-
-
 def test_all_files_but_the_weights_are_copied(tmp_path):
     shutil.copytree(GOLDEN / "codet5", tmp_path / "in")
     (tmp_path / "in" / "generation_config.json").write_text('{"eos_token_id": [2, 9]}')
@@ -243,5 +235,20 @@ def test_the_command_line(tmp_path):
     assert done.returncode == 0 and "MB ->" in done.stdout and "shared.weight" in done.stdout
     again = run("--model", source, "--out", out)
     assert again.returncode == 2 and again.stderr.count("\n") == 1 and "exists" in again.stderr
-    unknown = run("--model", source, "--out", tmp_path / "b", "--dtype", "float8")
-    assert unknown.returncode == 2 and "float8" in unknown.stderr
+
+
+@pytest.mark.parametrize(
+    "options, says",
+    [
+        (["--dtype", "float8"], "float8"),
+        (["--quantize", "--bits", "3"], "3 bits"),
+        (["--quantize", "--bits", "x"], "--bits: invalid int value: 'x'"),
+        (["--bits", "4"], "need --quantize"),
+        (["--group-size", "32", "--dtype", "bfloat16"], "need --quantize"),
+        (["--model"], "--model"),
+    ],
+)
+def test_bad_options_on_the_command_line(tmp_path, options, says):
+    done = run("--model", GOLDEN / "flan-t5", "--out", tmp_path / "out", *options)
+    assert done.returncode == 2 and done.stdout == "" and list(tmp_path.iterdir()) == []
+    assert says in done.stderr and done.stderr.count("\n") == 1
