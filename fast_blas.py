@@ -17,25 +17,19 @@ import importlib.metadata
 import os
 import platform
 import sys
+from contextlib import suppress
 from pathlib import Path
 
 
-def _mkl_candidates():
-    """Paths at which `pip install mkl` (or conda) may have left MKL's single dynamic library."""
-    try:
-        for file in importlib.metadata.files("mkl") or []:
-            if file.name.startswith("libmkl_rt.so"):
-                yield str(Path(file.locate()).resolve())
-    except importlib.metadata.PackageNotFoundError:
-        pass
-    for path in sorted(Path(sys.prefix, "lib").glob("libmkl_rt.so*")):
-        yield str(path)
-    yield ctypes.util.find_library("mkl_rt")
-
-
 def _candidates():
+    """Libraries to try: what `pip install mkl` (or conda) may have left, then the system's."""
     if platform.machine() == "x86_64":
-        yield from _mkl_candidates()
+        with suppress(importlib.metadata.PackageNotFoundError):
+            for file in importlib.metadata.files("mkl") or []:
+                if file.name.startswith("libmkl_rt.so"):
+                    yield str(Path(file.locate()).resolve())
+        yield from map(str, sorted(Path(sys.prefix, "lib").glob("libmkl_rt.so*")))
+        yield ctypes.util.find_library("mkl_rt")
     yield ctypes.util.find_library("openblas")
 
 
@@ -47,23 +41,17 @@ def _load():
     if any(name.lower().replace("_", "-").startswith("mlx-cuda") for name in names):
         return None
     if "mlx.core" in sys.modules:
-        print(
-            "fast_blas: mlx.core was imported before fast_blas, so matrix products stay on"
-            " MLX's slow reference BLAS; import fast_blas first.",
-            file=sys.stderr,
-        )
-        return None
-    for path in _candidates():
-        try:
-            if path:
+        problem = "mlx.core was imported before fast_blas; import fast_blas first"
+    else:
+        for path in filter(None, _candidates()):
+            with suppress(OSError):
                 ctypes.CDLL(path, mode=ctypes.RTLD_GLOBAL)
                 return path
-        except OSError:
-            continue
-    remedy = "pip install mkl" if platform.machine() == "x86_64" else "apt install libopenblas0"
+        remedy = "pip install mkl" if platform.machine() == "x86_64" else "apt install libopenblas0"
+        problem = f"no fast one was found; remedy: {remedy}"
     print(
-        "fast_blas: no fast BLAS found, so MLX's matrix products run on its slow reference BLAS"
-        f" (tens of times slower); remedy: {remedy}",
+        "fast_blas: MLX's matrix products run on its slow reference BLAS (tens of times slower):"
+        f" {problem}",
         file=sys.stderr,
     )
     return None

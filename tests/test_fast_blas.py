@@ -23,7 +23,9 @@ def fresh(monkeypatch):
     monkeypatch.delenv("FAST_BLAS", raising=False)
     monkeypatch.setattr(fast_blas.platform, "machine", lambda: "x86_64")
     monkeypatch.setattr(ctypes, "CDLL", lambda path, mode: loaded.append((path, mode)))
-    monkeypatch.setattr(fast_blas, "_mkl_candidates", lambda: iter(["/mkl/libmkl_rt.so.3"]))
+    names = ["METADATA", "libmkl_core.so.3", "libmkl_rt.so.3"]
+    files = [SimpleNamespace(name=name, locate=lambda n=name: f"/mkl/{n}") for name in names]
+    monkeypatch.setattr(fast_blas.importlib.metadata, "files", lambda package: files)
     monkeypatch.setattr(ctypes.util, "find_library", lambda name: f"lib{name}.so.0")
     return loaded
 
@@ -44,6 +46,18 @@ def test_openblas_where_mkl_cannot_be_loaded(fresh, monkeypatch):
 
     monkeypatch.setattr(ctypes, "CDLL", cdll)
     assert fast_blas._load() == "libopenblas.so.0"
+
+
+def test_mkl_that_pip_did_not_install(fresh, monkeypatch, tmp_path):
+    def files(package):
+        raise fast_blas.importlib.metadata.PackageNotFoundError(package)
+
+    monkeypatch.setattr(fast_blas.importlib.metadata, "files", files)
+    monkeypatch.setattr(sys, "prefix", str(tmp_path))
+    assert fast_blas._load() == "libmkl_rt.so.0"
+    (tmp_path / "lib").mkdir()
+    (tmp_path / "lib" / "libmkl_rt.so.2").touch()
+    assert fast_blas._load() == str(tmp_path / "lib" / "libmkl_rt.so.2")
 
 
 def test_no_mkl_on_arm(fresh, monkeypatch):
