@@ -7,7 +7,6 @@ import os
 import re
 import sys
 import warnings
-from functools import partial
 from itertools import chain
 
 DEFAULT_MODEL = os.path.join(os.path.dirname(os.path.realpath(__file__)), "demo", "t5-demo")
@@ -18,6 +17,7 @@ DEFAULT_PROMPT = (
 )
 # An underline, since hue alone is lost on some readers; magenta contrasts with black and white.
 DRAFTED, RESET = "\033[4;35m", "\033[0m"
+CONTEXT = 8  # tokens that one is decoded behind; a character has at most 4 bytes
 
 
 class TextStream:
@@ -26,16 +26,13 @@ class TextStream:
     Decoding is not append-only: T5 drops the space before a piece that is decoded alone, and a
     character can take several tokens. So each token is decoded behind a few before it, and what it
     adds is printed, but for what a later token may change: an unfinished character (U+FFFD), a run
-    of byte-fallback tokens (one bad byte spoils all of it). All pieces together are
-    `tokenizer.decode(ids, skip_special_tokens=True, clean_up_tokenization_spaces=False)`.
+    of byte-fallback tokens (one bad byte spoils all of it). All pieces together are `_decode(ids)`.
     """
-
-    CONTEXT = 8  # tokens to decode behind; a character has at most 4 bytes
 
     def __init__(self, tokenizer):
         self.tokenizer = tokenizer
         options = {"skip_special_tokens": True, "clean_up_tokenization_spaces": False}
-        self._decode = partial(tokenizer.decode, **options)
+        self._decode = lambda ids: tokenizer.decode(ids, **options)
         added = tokenizer.added_tokens_decoder
         self.special = {i for i, t in added.items() if t.special} | set(tokenizer.all_special_ids)
         # ByT5 would read an id that only pads the model's table as a byte beyond 255.
@@ -62,9 +59,9 @@ class TextStream:
         end = len(text) - (hold and text.endswith("\ufffd"))
         pieces = self._mark(text, end)
         self.printed = end
-        if len(self.ids) > 4 * self.CONTEXT:  # a token's cost must not grow with the text
-            self.ids, self.drafted = self.ids[-self.CONTEXT :], self.drafted[-self.CONTEXT :]
-            self.fresh = min(self.fresh, self.CONTEXT)
+        if len(self.ids) > 4 * CONTEXT:  # a token's cost must not grow with the text
+            self.ids, self.drafted = self.ids[-CONTEXT:], self.drafted[-CONTEXT:]
+            self.fresh = min(self.fresh, CONTEXT)
             self.printed = len(self._decode(self.ids)) - (len(text) - end)
         return pieces
 
@@ -102,16 +99,14 @@ def between(low, high=math.inf, kind=int, auto=False):
 def parse_arguments(argv=None):
     """The options, checked together; which ones have no effect is said on standard error."""
     parser = argparse.ArgumentParser(
-        prog="main.py",
-        usage="%(prog)s [options]",
+        usage="main.py [options]",
         description="Write text with a T5. Models are folders or Hugging Face ids. (Defaults)",
         allow_abbrev=False,
     )
     parser.error = lambda message: parser.exit(2, f"main.py: error: {message}\n")  # type: ignore
-    natural, positive = {"type": between(0), "metavar": "N"}, {"type": between(1), "metavar": "N"}
     add = (group := parser.add_argument_group("text")).add_argument
     add("--model", "--model-name", default=DEFAULT_MODEL, metavar="M", help="target model (demo)")
-    add("-m", "--max-tokens", default=200, **natural, help="write at most N tokens (200)")
+    add("-m", "--max-tokens", default=200, type=between(0), metavar="N", help="at most N (200)")
     add = group.add_mutually_exclusive_group().add_argument
     add("--prompt", default=DEFAULT_PROMPT, help="- for standard input (an example)")
     add("--prompt-file", metavar="FILE", help="a file with the prompt")
@@ -122,14 +117,14 @@ def parse_arguments(argv=None):
     add(*names, type=between(0, auto=True), metavar="N", help="draft at most N tokens (auto)")
     add("--fixed-draft", action="store_true", help="draft N (10) whether or not it pays")
     add("--ngram-max", default=16, type=between(1, 127), metavar="N", help="longest n-gram (16)")
-    add("--ngram-min", default=1, **positive, help="shortest n-gram (1)")
+    add("--ngram-min", default=1, type=between(1), metavar="N", help="shortest n-gram (1)")
     add("--reference", metavar="FILE", help="another text to look up drafts in")
     add("--delta", type=between(0, 1, float), default=0, help="lenience (0: the target's text)")
     add("--regular-decode", action="store_true", help="plain decoding, without drafts")
     add = parser.add_argument_group("sampling").add_argument
     add("--temp", type=between(0, kind=float), default=0, help="temperature (0: likeliest token)")
     add("--top-p", type=between(1e-6, 1, float), default=1, help="nucleus (1: all tokens)")
-    add("--top-k", default=0, **natural, help="sample from the N likeliest tokens (0: all)")
+    add("--top-k", default=0, type=between(0), metavar="N", help="only the N likeliest (0: all)")
     add("--seed", type=between(0, 2**32 - 1), default=0, help="another seed, another text (0)")
     add = parser.add_argument_group("output").add_argument
     add("--color", action=argparse.BooleanOptionalAction, help="mark drafted text (on terminals)")
@@ -138,14 +133,15 @@ def parse_arguments(argv=None):
 
     args = parser.parse_args(argv)
     args.json |= args.prompts_file is not None
+    args.mode = "prompt-lookup" if args.draft_model is None else "speculative"
+    args.mode = "regular" if args.regular_decode else args.mode
     if args.ngram_min > args.ngram_max:
         parser.error(f"--ngram-min {args.ngram_min} is above --ngram-max {args.ngram_max}")
     lookup = ["ngram_max", "ngram_min", "reference"]
     drafting = ["draft_model", "num_draft", "fixed_draft", "delta", *lookup]
-    speculative = args.draft_model is not None and not args.regular_decode
     for names, where in [
         (drafting * args.regular_decode, "with --regular-decode"),
-        (lookup * speculative, "with --draft-model"),
+        (lookup * (args.mode == "speculative"), "with --draft-model"),
         (["top_p", "top_k", "seed"] * (args.temp == 0), "at --temp 0"),
         (["color"] * args.json, "on JSON"),
     ]:
@@ -189,20 +185,17 @@ def encode(tokenizer, where, text):
     return ids
 
 
-def check_draft(model, tokenizer, draft_model, draft_tokenizer):
+def check_draft(*pairs):
     """ValueError unless the tokens are the same; how their tables are padded does not matter."""
-    pairs = (model.config, tokenizer), (draft_model.config, draft_tokenizer)
-    special = [{"eos": m.eos_ids, "start": m.start_id, "padding": t.pad_token_id} for m, t in pairs]
+    special = [{"eos": c.eos_ids, "start": c.start_id, "padding": t.pad_token_id} for c, t in pairs]
     ours, theirs = ({**t.get_vocab(), **ids} for (_, t), ids in zip(pairs, special, strict=True))
     for name in sorted(name for name, _ in ours.items() ^ theirs.items())[:1]:
-        raise ValueError(
-            f"the draft model has other tokens than the target model: {name!r} is"
-            f" {theirs.get(name)}, not {ours.get(name)}"
-        )
+        found = f"{name!r} is {theirs.get(name)}, not {ours.get(name)}"
+        raise ValueError(f"the draft model has other tokens than the target model: {found}")
 
 
 def load_models(args):
-    """-> (tokenizer, mode, make); make(mode) is a new decoder."""
+    """-> (tokenizer, make); make[mode]() is a new decoder."""
     warnings.simplefilter("ignore")
     if not sys.stderr.isatty():
         os.environ.setdefault("HF_HUB_DISABLE_PROGRESS_BARS", "1")
@@ -212,23 +205,18 @@ def load_models(args):
     from prompt_lookup import PromptLookupDecoder
 
     model, tokenizer = load(args.model)
-    mode = "regular" if args.regular_decode else "prompt-lookup"
-    if args.draft_model is not None and not args.regular_decode:
-        mode, (draft_model, draft_tokenizer) = "speculative", load(args.draft_model)
-        check_draft(model, tokenizer, draft_model, draft_tokenizer)
+    if args.mode == "speculative":
+        draft_model, draft_tokenizer = load(args.draft_model)
+        check_draft((model.config, tokenizer), (draft_model.config, draft_tokenizer))
 
-    sampling = {name: getattr(args, name) for name in ("temp", "top_p", "top_k", "seed")}
-    drafting = {name: getattr(args, name) for name in ("num_draft", "fixed_draft", "delta")}
+    sampling = {n: getattr(args, n) for n in ("temp", "top_p", "top_k", "seed")}
+    drafting = {n: getattr(args, n) for n in ("num_draft", "fixed_draft", "delta", *sampling)}
     ngrams = {"ngram_max": args.ngram_max, "ngram_min": args.ngram_min}
-
-    def make(mode):
-        if mode == "regular":
-            return Decoder(model, model.eos_ids, **sampling)
-        if mode == "speculative":
-            return SpeculativeDecoder(model, draft_model, model.eos_ids, **drafting, **sampling)
-        return PromptLookupDecoder(model, model.eos_ids, **ngrams, **drafting, **sampling)
-
-    return tokenizer, mode, make
+    return tokenizer, {
+        "regular": lambda: Decoder(model, model.eos_ids, **sampling),
+        "prompt-lookup": lambda: PromptLookupDecoder(model, model.eos_ids, **ngrams, **drafting),
+        "speculative": lambda: SpeculativeDecoder(model, draft_model, model.eos_ids, **drafting),
+    }
 
 
 def write(tokenizer, mode, stream, show=None):
@@ -254,30 +242,26 @@ def write(tokenizer, mode, stream, show=None):
 def run(args, color):
     prompts = read_prompts(args)
     reference = None if args.reference is None else read_text(args.reference)
-    tokenizer, mode, make = load_models(args)
-    import mlx.core as mx
-
-    prompts = [mx.array(encode(tokenizer, *prompt), mx.uint32) for prompt in prompts]
-    extra = {}
-    if reference is not None and mode == "prompt-lookup":
-        extra["reference"] = mx.array(encode(tokenizer, args.reference, reference), mx.uint32)
+    tokenizer, make = load_models(args)
+    prompts = [encode(tokenizer, *prompt) for prompt in prompts]
+    wanted = reference is not None and args.mode == "prompt-lookup"
+    extra = {"reference": encode(tokenizer, args.reference, reference)} if wanted else {}
     if args.compare and prompts:  # the cost of first runs would fall on one of the two
         warm = {"prompt": prompts[0], "max_tokens": min(16, args.max_tokens)}
-        list(make(mode).stream(**warm, **extra)), list(make("regular").stream(**warm))
-    decoder, regular = make(mode), make("regular")
+        list(make[args.mode]().stream(**warm, **extra))
+        list(make["regular"]().stream(**warm))
+    decoder, regular = make[args.mode](), make["regular"]()
 
     def show(piece, drafted=False):  # style and reset in one write, so that none is left on
-        sys.stdout.write(f"{DRAFTED}{piece}{RESET}" if color and drafted else piece)
-        sys.stdout.flush()
+        print(f"{DRAFTED}{piece}{RESET}" if color and drafted else piece, end="", flush=True)
 
     for i, prompt in enumerate(prompts, 1):
-        stream = decoder.stream(prompt, max_tokens=args.max_tokens, **extra)
-        result, report = write(tokenizer, mode, stream, None if args.json else show)
-        if color and mode != "regular":
+        stream = decoder.stream(prompt, args.max_tokens, **extra)
+        result, report = write(tokenizer, args.mode, stream, None if args.json else show)
+        if color and args.mode != "regular":
             report = f"{DRAFTED}drafted and accepted{RESET}, the target model's own\n{report}"
         if args.compare:
-            stream = regular.stream(prompt, max_tokens=args.max_tokens)
-            plain, line = write(tokenizer, "regular", stream)
+            plain, line = write(tokenizer, "regular", regular.stream(prompt, args.max_tokens))
             speedup = plain["seconds"] / result["seconds"] if result["seconds"] else 0.0
             same = plain["token_ids"] == result["token_ids"]
             result |= {"regular": plain, "identical": same, "speedup": speedup}

@@ -109,8 +109,6 @@ class Decoder:
         self.seconds = float(os.environ.get("SECONDS", self.seconds))
 
     def stream(self, prompt, max_tokens, reference=None):
-        reference = None if reference is None else reference.tolist()
-        prompt = prompt.tolist()
         log(stream=type(self).__name__, prompt=prompt, max_tokens=max_tokens, reference=reference)
         drafts = type(self) is not Decoder
         tokens = [Token(ord(c), drafts and c.isupper()) for c in os.environ.get("TEXT", "abCDe")]
