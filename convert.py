@@ -95,7 +95,6 @@ def _write_tensors(tensors, work, dtype, quantization):
                 key = name.removesuffix("weight")
                 parts = mx.quantize(tensor, **quantization)
                 arrays = dict(zip([name, f"{key}scales", f"{key}biases"], parts, strict=True))
-        del tensor
         mx.eval(arrays)  # now, so that what it was made from can go
         written |= arrays
     mx.save_safetensors(str(work / "model.safetensors"), written, {"format": "pt"})

@@ -17,6 +17,7 @@ sys.path.insert(0, str(ROOT / "benchmarks"))
 
 import widen  # noqa: E402
 
+from checkpoint import UNUSED  # noqa: E402
 from convert import convert  # noqa: E402
 from model import load  # noqa: E402
 
@@ -59,6 +60,8 @@ def test_a_plain_copy_computes_the_same(tmp_path, name):
     before, after, skipped = convert(GOLDEN / name, tmp_path / "out")
     reference = golden(name)
     assert skipped == [] and after < 1.2 * before
+    written = set(mx.load(str(tmp_path / "out" / "model.safetensors")))
+    assert written & UNUSED == {"shared.weight"}  # once, under one name
     copy, original = logits(tmp_path / "out", reference), logits(GOLDEN / name, reference)
     assert mx.array_equal(copy, original)
     model, _ = load(tmp_path / "out")

@@ -327,6 +327,19 @@ def test_what_is_not_a_t5_is_told_so_in_one_line(copy, family, damage, says):
     assert str(error.value).startswith(str(folder)) and "\n" not in str(error.value)
 
 
+def test_which_file_tells_the_special_ids(copy):
+    """config.json says what the decoder starts with, generation_config.json what ends a text."""
+    folder = copy("t5-v1.1")
+    (folder / "generation_config.json").write_text(
+        '{"eos_token_id": [2, 9], "decoder_start_token_id": 8}'
+    )
+    edit_json(folder / "config.json", eos_token_id=3, decoder_start_token_id=7)
+    model, _ = load(folder)
+    assert model.eos_ids == (2, 9) and model.start(PROMPT)[1].tolist() == [7]
+    edit_json(folder / "config.json", decoder_start_token_id=None)
+    assert load(folder)[0].start(PROMPT)[1].tolist() == [8]
+
+
 def test_a_tokenizer_with_more_ids_than_the_model(copy):
     folder = copy("t5-v1.1")
     edit_json(folder / "tokenizer_config.json", extra_ids=11)
