@@ -4,12 +4,9 @@
 one line that names what is wrong.
 """
 
-import fast_blas  # isort: skip  (a fast BLAS on Linux: before mlx.core)
+import fast_blas  # noqa: F401  isort: skip  (a fast BLAS on Linux: before mlx.core)
 
-import ctypes
-import io
 import json
-import mmap
 import os
 import zipfile
 from contextlib import contextmanager
@@ -174,31 +171,12 @@ def open_tensors(folder: Path) -> dict:
     raise ValueError("the folder has no weights (no model.safetensors or pytorch_model.bin)")
 
 
-class HugePages(io.FileIO):
-    """A file that asks Linux to put what is read from it into pages of 2 MB.
-
-    Weights are read from memory in every pass, which is the faster the fewer pages there are.
-    """
-
-    def readinto(self, buffer):
-        if fast_blas.path and len(buffer) >= 2**21:  # advice: no harm where it is not taken
-            start = ctypes.addressof(ctypes.c_char.from_buffer(buffer))
-            first, last = -(-start // 2**21), (start + len(buffer)) // 2**21
-            madvise = ctypes.CDLL(None).madvise
-            madvise.argtypes = ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int
-            madvise(first * 2**21, (last - first) * 2**21, mmap.MADV_HUGEPAGE)
-        done = 0
-        while n := super().readinto(memoryview(buffer)[done:]):  # 2 GB at a time
-            done += n
-        return done
-
-
 def _open_file(path):
     """The tensors of one file by name, not read yet."""
     with _one_line(f"{path.name} cannot be read"):
         if path.suffix == ".safetensors":
             safe_open(path, "numpy")  # refuses what MLX's own check of the header lets through
-            return mx.load(HugePages(path), format="safetensors")
+            return mx.load(str(path), format="safetensors")
         try:
             import torch
         except ImportError:

@@ -2,19 +2,16 @@
 
 import json
 import math
-import os
 import random
 import shutil
 import subprocess
 import sys
-import threading
 from pathlib import Path
 
 import mlx.core as mx
 import numpy as np
 import pytest
 
-from checkpoint import HugePages
 from model import CHUNK, MAX_WIDTH, STEP, LayerCache, attend_on_cpu, load, on_cpu
 
 ROOT = Path(__file__).parent.parent
@@ -172,19 +169,6 @@ def test_ids_beyond_the_table_read_its_last_row(model):
     a = model.decode(mx.array([0, 2**32 - 1, 10**6], mx.uint32), caches[0])
     b = model.decode(mx.array([0, model.vocab_size - 1, model.vocab_size - 1]), caches[1])
     assert mx.array_equal(a, b) and mx.isfinite(a).all()
-
-
-def test_a_file_is_read_whole_however_little_comes_at_a_time(tmp_path):
-    """Linux gives at most 2 GB for one read; a pipe, 64 KB."""
-    content = np.random.default_rng(0).bytes(5 * 2**20 + 7)
-    os.mkfifo(tmp_path / "pipe")
-    writer = threading.Thread(target=(tmp_path / "pipe").write_bytes, args=(content,))
-    writer.start()
-    buffer = bytearray(len(content))
-    with HugePages(tmp_path / "pipe") as file:
-        assert file.readinto(buffer) == len(content)
-    writer.join()
-    assert buffer == content
 
 
 # Bad input
