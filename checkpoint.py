@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 import mlx.core as mx
-from safetensors import safe_open
+from safetensors import safe_open  # it comes with transformers
 
 EMBEDDINGS = ["shared.weight", "encoder.embed_tokens.weight", "decoder.embed_tokens.weight"]
 UNUSED = {  # copies of the embedding, and a bias that old checkpoints carry and nobody reads

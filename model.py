@@ -411,10 +411,13 @@ class T5:
                     break
                 high = n
             if high >= low + 8:
-                few = [(position, i) for position in (5, STEP - high) for i in (low, high)]
-                steps = all(same(rows(i, p, STEP), rows(i, p, CHUNK)) for p, i in few)
-                return (low, high), STEP if steps else CHUNK
-        return (16, 16), CHUNK  # no such range: one width for all
+                break
+        else:
+            return (16, 16), CHUNK  # no such range: one width for all
+        results.clear()  # they take memory
+        few = [(position, n) for position in (5, STEP - high) for n in (low, high)]
+        steps = all(same(rows(n, p, STEP), rows(n, p, CHUNK)) for p, n in few)
+        return (low, high), STEP if steps else CHUNK
 
     def _stack(self, weights, name, depth):
         """The layers of one stack and their relative biases: one for all, or one each (umT5)."""

@@ -4,8 +4,7 @@
 
 Each job runs in a process of its own. Its peak is what the kernel counts as resident, less the peak
 of the same job with the demo model, which is what Python, MLX and the tokenizer take. A conversion
-writes its tensors in shards of convert.SHARD_BYTES and then loads what it wrote, to check it, so
-the result is in memory once.
+holds what it is about to write, then loads what it wrote to check it: once the result, each time.
 """
 
 import argparse
