@@ -287,7 +287,7 @@ class Decoder:
 
     def __init__(self, model, eos_id=1, temp=0.0, top_p=1.0, top_k=0, seed=0):
         self.model = model
-        self.eos_ids = {eos_id} if isinstance(eos_id, int) else set(eos_id or ())
+        self.eos_ids = set(eos_id if hasattr(eos_id, "__iter__") else [eos_id])
         self.sampler = Sampler(temp, top_p, top_k, seed)
 
     def stream(self, prompt: mx.array, max_tokens: int = 200) -> Stream:

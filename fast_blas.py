@@ -57,4 +57,17 @@ def _load():
     return None
 
 
+def use_large_pages(address, size):
+    """Ask Linux (6.1 or later) to move memory into pages of 2 MB, from which it is read faster.
+
+    It takes about a millisecond per megabyte; nothing happens where that is not to be had.
+    """
+    page = 2**21
+    first, end = -(-address // page) * page, (address + size) // page * page
+    if path is not None and first < end:
+        madvise = ctypes.CDLL(None).madvise
+        madvise.argtypes = ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int
+        madvise(first, end - first, 25)  # MADV_COLLAPSE
+
+
 path = _load()  # the library that answers, or None: MLX's own

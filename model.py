@@ -5,7 +5,7 @@ Transformer" (https://arxiv.org/abs/1910.10683), and its family: v1.1, FLAN, mT5
 There is no batch dimension: activations are (positions, features).
 """
 
-import fast_blas  # noqa: F401  isort: skip  (a fast BLAS on Linux: before mlx.core)
+import fast_blas  # isort: skip  (a fast BLAS on Linux: before mlx.core)
 
 import functools
 import math
@@ -19,6 +19,7 @@ CACHE_BYTES = 2**21  # about what one core's cache holds
 CHUNK = 256  # positions: no block of tokens lies in two chunks, and attention sums over whole ones
 STEP = 64  # keys: the first chunk is taken in such steps, where that does not change the bits
 QUERIES = 1024  # whose scores are in memory at the same time
+SETTLED = 64  # passes after which a model is taken to be used for long
 MAX_WIDTH = 32  # a pass over more tokens is computed in blocks of this many rows
 
 
@@ -54,8 +55,6 @@ def for_few_rows(weight):
     it lies along N, which is as fast for small matrices only.
     """
     rows, columns = weight.shape
-    if not on_cpu() or weight.dtype != mx.float32:
-        return weight.T[None], math.inf
     if columns < 512 or weight.nbytes <= CACHE_BYTES // 4:
         return mx.contiguous(weight.T)[None], math.inf
     fits = (n for n in range(1, rows // 64) if rows % n == 0 and weight.nbytes / n <= CACHE_BYTES)
@@ -70,7 +69,8 @@ class Linear:
         self.weight, self.dtype = weight, self.scales[0].dtype if self.scales else weight.dtype
         if not self.scales:
             self.weight, self.most_rows = weight.T[None], math.inf
-            if few_rows:
+            self.few_rows = few_rows and on_cpu() and weight.dtype == mx.float32
+            if self.few_rows:
                 self.weight, self.most_rows = for_few_rows(weight)
             self.flat = self.weight.squeeze(0) if len(self.weight) == 1 else weight.T
             mx.eval(self.weight, self.flat)
@@ -375,6 +375,10 @@ class T5:
         self.decoder_norm = RMSNorm(config, weights, "decoder.final_layer_norm", factor)
         weights.finish()
         self.widths, self.step = self._find_widths()
+        parts = [(x.self_attention, x.cross_attention, x.feed_forward) for x in self.decoder[0]]
+        linear = [m for part in sum(parts, ()) for m in vars(part).values()]
+        linear = [m for m in [self.head, *linear] if isinstance(m, Linear) and not m.scales]
+        self.passes, self.small_pages = 0, [m.flat for m in linear if m.few_rows]
 
     def _find_widths(self):
         """(lowest, highest) number of rows between which each row's bits are the same, and STEP
@@ -476,6 +480,10 @@ class T5:
         """
         if tokens.ndim != 1 or tokens.size == 0:
             raise ValueError(f"decode takes (L,) token ids, at least one, not {tokens.shape}")
+        self.passes += 1
+        if self.passes > SETTLED and self.small_pages:  # one matrix in every pass, which takes time
+            weight = np.array(self.small_pages.pop(), copy=False)
+            fast_blas.use_large_pages(weight.ctypes.data, weight.nbytes)
         logits, done = [], 0
         while done < tokens.size:
             # How many keys a row sees, masked or not, is told by its position alone.

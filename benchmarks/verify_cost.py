@@ -16,6 +16,7 @@ import sys
 from common import ROOT, SIZES, checkpoint, median, note, timed
 
 PROMPT_TOKENS, WRITTEN_TOKENS, WIDTHS = 150, 64, range(1, 26)
+ALONE = 0  # in place of a width: one token without dummy rows
 
 
 def measure(folder, runs):
@@ -32,23 +33,22 @@ def measure(folder, runs):
     mx.eval(model.decode(mx.concatenate([start, mx.array(ids[:WRITTEN_TOKENS], mx.uint32)]), cache))
 
     def run(width):
+        if width == ALONE:
+            model.widths, width = (1, widths[1]), 1
         logits = model.decode(mx.array(ids[:width], mx.uint32), cache)
+        model.widths = widths
         return mx.argmax(logits, axis=-1).tolist()
 
-    widths, alone = model.widths, []
-    seconds = {width: [] for width in WIDTHS}
+    widths = model.widths
+    seconds = {width: [] for width in [*WIDTHS, ALONE]}
     for turn in range(runs + 1):  # the first one warms
-        for width in random.Random(turn).sample(WIDTHS, len(WIDTHS)):
+        for width in random.Random(turn).sample(list(seconds), len(seconds)):
             took, _ = timed(run, width)
-            cache.trim(width)
+            cache.trim(max(width, 1))
             if turn:
                 seconds[width].append(took)
-            if width == 1 and turn:
-                model.widths = 1, widths[1]
-                alone.append(timed(run, 1)[0])
-                cache.trim(1)
-                model.widths = widths
-    return [median(seconds[width]) for width in WIDTHS], median(alone)
+    medians = [median(times) for times in seconds.values()]
+    return medians[:-1], medians[-1]
 
 
 def fit(seconds):

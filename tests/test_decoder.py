@@ -119,16 +119,26 @@ def test_statistics_at_the_budget():
     assert (stats.passes, stats.drafted, stats.accepted, stats.stop) == (2, 4, 4, "length")
 
 
-@pytest.mark.parametrize("eos", [1, {1, 4}, [4, 9], None, ()])
-def test_eos_ids(eos):
+@pytest.mark.parametrize(
+    "eos, ends",
+    [
+        (1, {1}),
+        (np.int64(1), {1}),
+        ({1, 4}, {1, 4}),
+        ([4, 9], {4, 9}),
+        (np.array([4, 9]), {4, 9}),
+        (None, set()),
+        ((), set()),
+    ],
+)
+def test_eos_ids(eos, ends):
     text = [A, C, B, A, EOS, C, C, C, C, C]
     for decoder in (
         Decoder(ScriptModel(text), eos),
         *drafting(ScriptModel(text), ScriptModel(text), eos_id=eos, num_draft=4),
     ):
         ids, _, stats = write(decoder, PROMPT, 10)
-        ids_of_end = {eos} if isinstance(eos, int) else set(eos or ())
-        end = next((i for i, t in enumerate(text) if t in ids_of_end), 10)
+        end = next((i for i, t in enumerate(text) if t in ends), 10)
         assert ids == text[:end] and stats.stop == ("length" if end == 10 else "eos")
 
 

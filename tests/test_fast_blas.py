@@ -6,6 +6,7 @@ import sys
 from pathlib import Path
 from types import SimpleNamespace
 
+import numpy as np
 import pytest
 
 import fast_blas
@@ -104,3 +105,29 @@ def test_every_entry_point_imports_it_before_mlx():
         )
         assert "imported before" not in done.stderr, module
         assert done.stdout.strip() == str(fast_blas.path), module
+
+
+@pytest.mark.parametrize("address", [0, 1, 2**21 - 1, 2**21, 7 * 2**21 + 16])
+@pytest.mark.parametrize("size", [0, 1, 2**21, 2**21 + 2**20, 2**22 + 2**21])
+def test_large_pages_lie_in_the_memory_itself(monkeypatch, address, size):
+    asked = []
+
+    def madvise(first, length, advice):
+        asked.append(range(first, first + length))
+
+    monkeypatch.setattr(ctypes, "CDLL", lambda name: SimpleNamespace(madvise=madvise))
+    monkeypatch.setattr(fast_blas, "path", "some library")
+    fast_blas.use_large_pages(address, size)
+    pages = [p for p in range(0, 2**26, 2**21) if address <= p and p + 2**21 <= address + size]
+    expected = [range(pages[0], pages[-1] + 2**21)] if pages else []
+    assert asked == expected
+    monkeypatch.setattr(fast_blas, "path", None)
+    fast_blas.use_large_pages(address, size)
+    assert asked == expected
+
+
+def test_large_pages_hold_what_was_there():
+    values = np.random.default_rng(0).integers(0, 256, 5 * 2**21 + 4, np.uint8)
+    copy = values.copy()
+    fast_blas.use_large_pages(copy.ctypes.data, copy.nbytes)
+    assert (copy == values).all()

@@ -12,7 +12,7 @@ import mlx.core as mx
 import numpy as np
 import pytest
 
-from model import CHUNK, MAX_WIDTH, STEP, LayerCache, attend_on_cpu, load, on_cpu
+from model import CHUNK, MAX_WIDTH, SETTLED, STEP, LayerCache, attend_on_cpu, load, on_cpu
 
 ROOT = Path(__file__).parent.parent
 DEMO = ROOT / "demo" / "t5-demo"
@@ -169,6 +169,23 @@ def test_ids_beyond_the_table_read_its_last_row(model):
     a = model.decode(mx.array([0, 2**32 - 1, 10**6], mx.uint32), caches[0])
     b = model.decode(mx.array([0, model.vocab_size - 1, model.vocab_size - 1]), caches[1])
     assert mx.array_equal(a, b) and mx.isfinite(a).all()
+
+
+def test_after_some_passes_matrices_move_to_large_pages_one_by_one(monkeypatch):
+    if not on_cpu():
+        pytest.skip("matrices in the processor's memory")
+    moved = []
+    monkeypatch.setattr("fast_blas.use_large_pages", lambda *memory: moved.append(memory))
+    model, _ = load(GOLDEN / "flan-t5")
+    layers = model.config.num_decoder_layers
+    tokens = text(SETTLED + 6 * layers + 20)
+    cache, _ = model.start(PROMPT)
+    for i in range(tokens.size):
+        model.decode(tokens[i : i + 1], cache)
+        assert len(moved) == min(max(i + 1 - SETTLED, 0), 6 * layers + 1)
+    head = model.vocab_size * model.config.d_model * 4
+    assert len({address for address, _ in moved}) == len(moved)
+    assert [size for _, size in moved].count(head) == 1
 
 
 # Bad input
