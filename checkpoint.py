@@ -185,7 +185,10 @@ def _open_file(path):
                 " with convert.py where it is installed"
             ) from None
         mapped = zipfile.is_zipfile(path)  # not so before PyTorch 1.6
-        return dict(torch.load(path, map_location="cpu", weights_only=True, mmap=mapped))
+        tensors = torch.load(path, map_location="cpu", weights_only=True, mmap=mapped)
+        if not all(isinstance(tensor, torch.Tensor) for tensor in tensors.values()):
+            raise ValueError("it holds more than tensors by name")
+        return dict(tensors)
 
 
 def to_mlx(tensor):

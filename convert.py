@@ -64,8 +64,9 @@ def convert(model, out, dtype=None, quantize=False, bits=4, group_size=64):
         work.chmod(0o755)
         os.rename(work, out)
         return before, after, skipped
-    except OSError as error:
-        raise ValueError(f"cannot write {out}: {error.strerror or error}") from None
+    except (OSError, RuntimeError) as error:  # RuntimeError: MLX's, for instance on a full disk
+        reason = getattr(error, "strerror", None) or error
+        raise ValueError(f"cannot write {out}: {reason}") from None
     except ValueError as error:
         raise ValueError(f"{model}: {str(error).removeprefix(f'{work}: ')}") from None
     finally:

@@ -31,7 +31,7 @@ class Stats:
 
     prompt_tokens: int = 0
     tokens: int = 0  # yielded; an EOS is not
-    passes: int = 0  # of the target model
+    passes: int = 0  # of the target model, up to the one that ended the text
     drafted: int = 0  # draft tokens verified, up to an accepted EOS
     accepted: int = 0  # drafted tokens that were yielded
     seconds: float = 0.0  # from the call of stream() to the last token, encoding included
@@ -145,6 +145,11 @@ class Sampler:
         return tokens, mx.take_along_axis(scores, tokens[:, None], axis=-1)[:, 0]
 
 
+def typical(seconds):
+    """The lower median: a disturbed pass is slow."""
+    return sorted(seconds)[(len(seconds) - 1) // 2]
+
+
 EARLY = -1  # in place of a draft length: a plain pass that began before the last one was read
 
 
@@ -216,12 +221,14 @@ class DraftLength:
             rest[i] = least
         # The world may have changed; but what one token costs more than it can gain is seldom paid.
         self.trying = best == 0 and self.idle >= max(self.patience, 100 * (costs[1] - 2))
-        self.calm *= best == 0
+        if best:
+            self.calm = 0
         return 1 if self.trying else best
 
     def hurries(self):
         """May the next plain pass begin before the last one is read?"""
-        return self.calm >= self.patient
+        known = not self.learns or len(self.seconds.get(0, ())) > 1  # what a plain pass takes
+        return known and self.calm >= self.patient
 
     def update(self, length, doubt, k, right, wrong):
         """After a pass that drafted k tokens, timed first: so many of the drafter's tokens,
@@ -236,8 +243,9 @@ class DraftLength:
         else:
             loss = (self.spent if self.learns else self.costs[k]) - min(right, k) - 1
             self.idle, self.patience = 0, min(max(100 * loss, 2), 512)
-            for last in self.seconds.values():  # costs may have changed as well
+            for j, last in self.seconds.items():  # costs may have changed as well
                 del last[: len(last) > 1]
+                self.typical[j] = typical(last)
 
     def timed(self, k, seconds, steady=True):
         """A pass took so long, its drafting included; steady: nothing that comes once. k may be
@@ -249,18 +257,19 @@ class DraftLength:
             last = self.seconds.setdefault(k, [])
             last.append(seconds)
             del last[:-5]
-            # The lower median: a disturbed pass is slow. Relative errors, for the same reason.
-            self.typical[k] = sorted(last)[(len(last) - 1) // 2]
+            self.typical[k] = typical(last)
         if not steady or 0 not in self.seconds:
             return
-        typical = self.typical
-        self.plain = min(typical.values())  # what is wider is not cheaper
+        early = self.typical[EARLY] if len(self.seconds.get(EARLY, ())) > 2 else math.inf
+        # What is wider is not cheaper.
+        self.plain = min(early, *(s for j, s in self.typical.items() if j >= 0))
         self.widest = max(k, self.widest)
-        if EARLY in typical:
-            saved = 1 - typical[EARLY] / typical[0]
+        if early < math.inf:
+            saved = 1 - early / self.typical[0]
             self.patient = min(max(1 / saved, 4), 64) if saved > 0 else 64
-        ratios = [(j, s / self.plain, len(self.seconds[j])) for j, s in typical.items() if j > 0]
-        # Least squares for 1 + jump + slope * k, with a prior
+        times = [(j, s, len(self.seconds[j])) for j, s in self.typical.items() if j > 0]
+        ratios = [(j, s / self.plain, n) for j, s, n in times]
+        # Least squares of relative errors for 1 + jump + slope * k, with a prior
         s0, s1, s2, t0, t1 = 1.0, 0.0, 0.5, 0.0, 0.5 * self.SLOPE
         for j, r, n in ratios:
             w = n / r**2
@@ -412,21 +421,19 @@ class DraftingDecoder(Decoder):
         fixed = 10 if self.num_draft is None else self.num_draft
         position, ahead, now = 0, None, 0.0
         while position < max_tokens:
-            began = time.perf_counter()
+            began, early = (now, True) if ahead else (time.perf_counter(), False)
             limit = min(drafter.limit(policy), max_tokens - position - 1)
             evidence = drafter.length, drafter.doubt
             wanted = min(limit, fixed) if self.fixed_draft else policy.choose(*evidence, limit)
-            k, early = (0, True) if ahead else (wanted, False)
+            k = 0 if early else wanted
             logits, arrays = ahead or self._begin(cache, token, k, position, drafter)
             ahead = None
-            if wanted == 0 and policy.hurries() and position + 1 < max_tokens:
+            if wanted == 0 and policy.hurries() and 0 < position < max_tokens - 1:
                 ahead = self._begin(cache, arrays[0], 0, position + 1, drafter)
             output, accepted, values, *found = read(*arrays)
-            before, now = now, time.perf_counter()
-            if early:
-                policy.timed(EARLY, now - before)
-            elif position or policy.plain is None:  # the first pass has the prompt's encoding in it
-                policy.timed(k, now - began, drafter.steady)
+            now = time.perf_counter()
+            if position or policy.plain is None:  # the first pass has the prompt's encoding in it
+                policy.timed(EARLY if early else k, now - began, drafter.steady)
             else:
                 policy.spent = policy.costs[k]
             n = accepted.item()
@@ -451,7 +458,7 @@ class DraftingDecoder(Decoder):
         accepted = self._accept(scores, output, draft) if k else mx.array(0)
         if self.delta > 0 and k:
             output = mx.where(mx.arange(k + 1) < accepted, mx.pad(draft, (0, 1)), output)
-        arrays = output, accepted, values, *drafter.follow(output, accepted)
+        arrays = output, accepted, values, *drafter.follow(output, accepted, position)
         mx.async_eval(*arrays)
         return logits, arrays
 
@@ -507,7 +514,7 @@ class ModelDrafter:
             draft.append(tokens)
         return mx.concatenate(draft)
 
-    def follow(self, output, accepted):
+    def follow(self, output, accepted, position):
         return ()
 
     def settle(self, output, k, found):

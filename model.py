@@ -16,7 +16,7 @@ import numpy as np
 import checkpoint
 
 CACHE_BYTES = 2**21  # about what one core's cache holds
-CHUNK = 256  # positions: no block of tokens lies in two chunks, and attention sums over whole ones
+CHUNK = 256  # positions: no block of tokens lies in two chunks, nor a sum over keys
 STEP = 64  # keys: the first chunk is taken in such steps, where that does not change the bits
 QUERIES = 1024  # whose scores are in memory at the same time
 SETTLED = 64  # passes after which a model is taken to be used for long
@@ -96,17 +96,14 @@ class RMSNorm:
     """x / sqrt(mean(x * x) + epsilon) * scale, in float32 in every precision."""
 
     def __init__(self, config, weights, name, factor=1.0):
-        self.scale = weights.take(f"{name}.weight", config.d_model).astype(mx.float32) * factor
-        self.epsilon = config.layer_norm_epsilon
-        if on_cpu():  # where operations count: a sum instead of the mean
-            self.scale, self.epsilon = (
-                self.scale * config.d_model**0.5,
-                self.epsilon * config.d_model,
-            )
+        self.with_sum = on_cpu()  # where operations count: the sum instead of the mean
+        n = config.d_model if self.with_sum else 1
+        scale = weights.take(f"{name}.weight", config.d_model).astype(mx.float32)
+        self.scale, self.epsilon = scale * (factor * n**0.5), config.layer_norm_epsilon * n
         mx.eval(self.scale)  # what is lazy belongs to this thread
 
     def __call__(self, x):
-        if on_cpu():
+        if self.with_sum:
             return x * mx.rsqrt((x * x).sum(axis=-1, keepdims=True) + self.epsilon) * self.scale
         return mx.fast.rms_norm(x, self.scale, self.epsilon)
 
@@ -149,7 +146,7 @@ class Attention:
 def attend_on_cpu(q, k, v, bias):
     """What mx.fast.scaled_dot_product_attention computes, so that a row's bits do not depend on L.
 
-    BLAS may cut a long sum over keys into parts, how depends on L; so it gets CHUNK keys at a time.
+    BLAS may cut a long sum over keys into parts, how depends on L; so it gets CHUNK at most.
     """
     scores = q @ k if bias is None else q @ k + bias
     p = exp(scores - scores.max(axis=-1, keepdims=True))
@@ -257,11 +254,12 @@ class LayerCache:
     def update(self, k, v, new, positions):
         """Append the first `new` of k, v (heads, L, d_kv); return `positions` keys and values.
 
-        The others, which the next ones overwrite, are cut off only where they do not fit.
+        The others, which the next ones overwrite, are cut off where they do not fit or might
+        overflow: a masked infinity would not be masked.
         """
         start = self.offset
         self.offset += new
-        if start + k.shape[1] > positions:
+        if start + k.shape[1] > positions or k.dtype == mx.float16:
             k, v = k[:, :new], v[:, :new]
         self.keys = write(self.keys, k.swapaxes(1, self.axis), start, positions, self.axis)
         self.values = write(self.values, v, start, positions, 1)
@@ -333,7 +331,7 @@ class RelativeBias:
         """(heads, width, keys) for queries from `position` on; -inf where a key is yet to come."""
         if self.table is None or self.table.shape[2] < 2 * keys:
             # table[h, r, i]: query r rows below one that stands `reach - 1 - i` after the key
-            reach = 4 * keys  # far more than is needed now, so that it is seldom built
+            reach = 4 * max(keys, CHUNK)  # far more than is needed now, so that it is seldom built
             distance = np.arange(2 * reach + MAX_WIDTH) - (reach - 1) - MAX_WIDTH
             row = mx.where(mx.array(distance > 0), -mx.inf, self.of(distance))
             table = self._shifted(row, MAX_WIDTH, 2 * reach, MAX_WIDTH)
@@ -419,8 +417,8 @@ class T5:
         else:
             return (16, 16), CHUNK  # no such range: one width for all
         results.clear()  # they take memory
-        few = [(position, n) for position in (5, STEP - high) for n in (low, high)]
-        steps = all(same(rows(n, p, STEP), rows(n, p, CHUNK)) for p, n in few)
+        few = [(n, k, p) for n in (low, high) for k in range(STEP, CHUNK, STEP) for p in (5, k - n)]
+        steps = all(same(rows(n, p, k), rows(n, p, CHUNK)) for n, k, p in few)
         return (low, high), STEP if steps else CHUNK
 
     def _stack(self, weights, name, depth):
@@ -481,7 +479,7 @@ class T5:
         if tokens.ndim != 1 or tokens.size == 0:
             raise ValueError(f"decode takes (L,) token ids, at least one, not {tokens.shape}")
         self.passes += 1
-        if self.passes > SETTLED and self.small_pages:  # one matrix in every pass, which takes time
+        if self.passes > SETTLED and self.passes % 4 == 0 and self.small_pages:  # it takes time
             weight = np.array(self.small_pages.pop(), copy=False)
             fast_blas.use_large_pages(weight.ctypes.data, weight.nbytes)
         logits, done = [], 0
@@ -500,7 +498,7 @@ class T5:
         if width > new:
             tokens = mx.pad(tokens, (0, width - new))  # rows that nobody reads
         layers, biases = self.decoder
-        step = self.step if position + new <= CHUNK else CHUNK
+        step = self.step if position < CHUNK else CHUNK
         keys = math.ceil((position + new) / step) * step
         biases = [b.decoder(position, width, keys) for b in biases]
         x = self.embed(tokens)

@@ -164,36 +164,33 @@ class LookupDrafter:
         for i, text in enumerate(texts):
             self.text += text + [SEAM + i]
         self.text.pop()
+        self.start = len(self.text)  # where the output begins
         self.buffer = mx.array(self.text, mx.uint32)
         self.copied = len(self.text)  # where the text was last copied from
-        self.coming = 0  # tokens in the buffer that settle() has not been told yet
         self.length, self.doubt, self.place, self.found = 0, 0, 0, []
         if texts[-1]:
-            self._grow(0)
+            self._grow(self.start)
             self._choose(*read(*match_scores(self.buffer, mx.array(len(self.text)), self.n)))
 
     def limit(self, policy):
         return len(self.found)
 
-    def _grow(self, tokens):
-        """Makes room for more tokens and a NONE behind them."""
-        missing = len(self.text) + self.coming + tokens + 1 - self.buffer.size
-        if missing > 0:
-            room = mx.full((missing + CHUNK,), NONE, mx.uint32)
+    def _grow(self, size):
+        """Makes room for so many tokens and a NONE behind them."""
+        if size >= self.buffer.size:
+            room = mx.full((size - self.buffer.size + CHUNK,), NONE, mx.uint32)
             self.buffer = mx.concatenate([self.buffer, room])
 
     def draft(self, k, position):
         return mx.array(self.found[:k], mx.uint32)
 
-    def follow(self, output, accepted):
+    def follow(self, output, accepted, position):
         """Appends the accepted + 1 tokens of output (k+1,), and looks up the last tokens."""
-        self._grow(output.size)
-        size = len(self.text) + self.coming
-        if output.size == 1:
-            self.buffer[size : size + 1], self.coming = output, self.coming + 1
-            return match_scores(self.buffer, mx.array(size + 1), self.n)
-        kept = mx.where(mx.arange(output.size) <= accepted, output, NONE)
-        self.buffer[size : size + output.size] = kept
+        size = self.start + position
+        self._grow(size + output.size)
+        if output.size > 1:
+            output = mx.where(mx.arange(output.size) <= accepted, output, NONE)
+        self.buffer[size : size + output.size] = output
         return match_scores(self.buffer, size + 1 + accepted, self.n)
 
     def settle(self, output, k, search):
@@ -203,7 +200,6 @@ class LookupDrafter:
         right = next((i for i, (a, b) in enumerate(pairs) if a != b), len(pairs))
         self.copied = self.place + len(output) if k else self.copied + len(output)
         self.text += output
-        self.coming = max(self.coming - 1, 0)
         self._choose(*search)
         return right, right < len(pairs)
 

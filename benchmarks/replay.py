@@ -39,7 +39,7 @@ def replay(answers, alpha, seam=False, ngram_max=16, ngram_min=1):
             draft, real = drafter.found[:k], response[done : done + k]
             n = next((i for i in range(k) if draft[i] != real[i]), k)
             output = response[done : done + n + 1]
-            found = read(*drafter.follow(mx.array(output, mx.uint32), mx.array(n)))
+            found = read(*drafter.follow(mx.array(output, mx.uint32), mx.array(n), done))
             evidence = drafter.length, drafter.doubt
             policy.update(*evidence, k, *drafter.settle(output, k, found))
             done, tokens, passes = done + n + 1, tokens + n + 1, passes + 1

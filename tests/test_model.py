@@ -178,11 +178,11 @@ def test_after_some_passes_matrices_move_to_large_pages_one_by_one(monkeypatch):
     monkeypatch.setattr("fast_blas.use_large_pages", lambda *memory: moved.append(memory))
     model, _ = load(GOLDEN / "flan-t5")
     layers = model.config.num_decoder_layers
-    tokens = text(SETTLED + 6 * layers + 20)
+    tokens = text(SETTLED + 4 * (6 * layers + 5))
     cache, _ = model.start(PROMPT)
     for i in range(tokens.size):
         model.decode(tokens[i : i + 1], cache)
-        assert len(moved) == min(max(i + 1 - SETTLED, 0), 6 * layers + 1)
+        assert len(moved) == min(max(i + 1 - SETTLED, 0) // 4, 6 * layers + 1)
     head = model.vocab_size * model.config.d_model * 4
     assert len({address for address, _ in moved}) == len(moved)
     assert [size for _, size in moved].count(head) == 1

@@ -374,15 +374,50 @@ def test_it_begins_early_when_what_that_saves_is_worth_a_late_draft():
             n += 1
         return n
 
-    assert calm(DraftLength(24)) == 3  # so that it is soon known
+    policy = DraftLength(24)
+    for _ in range(9):
+        assert policy.choose(16, 0, 24) == 0 and not policy.hurries()  # no pass was timed
+    policy.timed(0, 1.0)
+    policy.timed(0, 1.0)
+    assert policy.hurries()
+    assert calm(DraftLength(24, line(0.15))) == 3  # so that it is soon known what it saves
     for saved, passes in [(0.5, 4), (0.1, 10), (0.0, 64), (-0.2, 64)]:
         policy = DraftLength(24)
-        for k, seconds in [(0, 1.0), (0, 1.0), (EARLY, 1 - saved)]:
+        for k, seconds in [(0, 1.0), (0, 1.0), *[(EARLY, 1 - saved)] * 3]:
             policy.timed(k, seconds)
         policy.costs[1] = 9.0  # no trials here
         assert calm(policy) == pytest.approx(passes, abs=1)
         assert policy.choose(16, 0, 24) > 0
         assert not policy.hurries()
+
+
+def test_one_short_interval_does_not_make_drafts_look_dear():
+    policy = DraftLength(24)
+    for k, seconds in [(0, 1.0), (0, 1.0), (8, 1.3), (EARLY, 0.01), (EARLY, 0.01)]:
+        policy.timed(k, seconds)
+    assert policy.costs[8] < 2
+
+
+def test_what_a_failed_trial_forgets_is_forgotten():
+    policy = DraftLength(24)
+    for k, seconds in [(0, 1.0), (0, 1.0), (8, 9.0), (8, 9.0), (8, 1.5), (8, 1.5)]:
+        policy.timed(k, seconds)
+    for _ in range(3):
+        policy.trying = True
+        policy.update(0, 0, 1, 0, True)
+    policy.timed(0, 1.0)
+    assert policy.costs[8] < 2
+
+
+@pytest.mark.parametrize("before", [[], [1], [1, 1], [1, 1, 1], [2, 1], [0, 3, 1]])
+def test_short_texts_do_not_stop_drafts(monkeypatch, before):
+    clock = Clock(monkeypatch, host=0.1)
+    text = list(range(3, 103))
+    target = timed(ScriptModel(text, vocab=256), clock, line(0.1), encoding=5)
+    decoder = PromptLookupDecoder(target, None)
+    for budget in before:
+        write(decoder, mx.array(text, mx.uint32), budget)
+    assert write(decoder, mx.array(text, mx.uint32), 100)[2].passes < 20
 
 
 def test_a_slow_reader_does_not_make_drafts_look_dear(monkeypatch):

@@ -129,15 +129,25 @@ def passes(model, ids):
         written += 1
 
 
+def follows(context, start, end, most, literal):
+    """What followed: a text that reaches its own end repeats itself, unless taken literally."""
+    what = context[start:end]
+    if end == len(context) and not literal:
+        what = [what[i % len(what)] for i in range(most)]
+    return what[:most]
+
+
+@pytest.mark.parametrize("literal", [True, False])
 @pytest.mark.parametrize("encoder", [True, False])
 @pytest.mark.parametrize("ngram_max, ngram_min", [(16, 1), (3, 2), (1, 1)])
-def test_drafts_of_the_decoder_obey_the_rule(encoder, ngram_max, ngram_min):
+def test_drafts_of_the_decoder_obey_the_rule(encoder, ngram_max, ngram_min, literal):
     """Of the longest n-gram's matches any may be taken; all else is exact."""
-    drafted = none = 0
+    drafted = none = others = 0
     for seed, prompt in enumerate(prompts(30, vocab=12)):
         model = HashModel(vocab=12, seed=seed, encoder=encoder)
         ngrams = {"ngram_max": ngram_max, "ngram_min": ngram_min}
-        decoder = PromptLookupDecoder(model, num_draft=4, fixed_draft=True, **ngrams)
+        decoder = PromptLookupDecoder(model, num_draft=4, fixed_draft=literal, **ngrams)
+        decoder.policy.choose = lambda length, doubt, limit: max(min(limit, 4), 0)
         ids, _, stats = write(decoder, prompt, 30)
         assert len(model.fed) == stats.passes
         for written, draft in passes(model, ids):
@@ -147,15 +157,15 @@ def test_drafts_of_the_decoder_obey_the_rule(encoder, ngram_max, ngram_min):
             for n in range(ngram_max, ngram_min - 1, -1):
                 choices = choices or list(matches(context, n, seam))
             most = min(4, 30 - written - 1)  # no longer than the budget can use
-            allowed = [context[start : min(start + most, end)] for start, end in choices]
-            if not allowed and draft:  # no n-gram, but what may be one with a token replaced
+            allowed = [follows(context, *place, most, literal) for place in choices]
+            if not allowed and draft and not literal:  # what may be one with a token replaced
                 places = gaps(context, seam, ngram_min)
-                gap = [context[start : min(start + most, end)] for start, end in places]
-                assert draft in gap, f"{context} {seam}"
+                assert draft in [follows(context, *place, most, literal) for place in places]
+                others += 1
             else:
                 assert draft in (allowed or [[]]), (context, seam)
             drafted, none = drafted + bool(draft), none + (not allowed)
-    assert drafted > 50 and none > 50
+    assert drafted > 50 and none > 50 and (others > 5) == (not literal and ngram_max > 1)
 
 
 def test_a_seam_is_not_taken_for_a_replaced_token():
@@ -167,7 +177,8 @@ def test_a_seam_is_not_taken_for_a_replaced_token():
         rows = mx.array([*text, *[1] * 50])[cache.offset - logits.shape[0] : cache.offset]
         return mx.eye(16)[rows]
 
-    decoder = PromptLookupDecoder(model, num_draft=4, fixed_draft=True)
+    decoder = PromptLookupDecoder(model, num_draft=4)
+    decoder.policy.choose = lambda length, doubt, limit: max(min(limit, 4), 0)
     ids, *_ = write(decoder, mx.array([3, 4, 5, 6], mx.uint32))
     assert ids == text
     drafts = {written: draft for written, draft in passes(model, ids)}
