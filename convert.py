@@ -38,7 +38,7 @@ def convert(model, out, dtype=None, quantize=False, bits=4, group_size=64):
     Returns (bytes of weights before, after, names of matrices that could not be quantized).
     Raises ValueError, and leaves nothing behind, where this cannot be done.
     """
-    out = Path(out)
+    out = Path(os.path.normpath(out))
     if out.exists() or out.is_symlink():
         raise ValueError(f"{out} exists; the output must be a new folder")
     if dtype not in (None, *DTYPES):
@@ -55,13 +55,14 @@ def convert(model, out, dtype=None, quantize=False, bits=4, group_size=64):
             raise ValueError("this checkpoint is quantized already; convert the original one")
         tensors = checkpoint.open_tensors(folder)
         before = sum(tensor.nbytes for tensor in tensors.values())
-        out.parent.mkdir(parents=True, exist_ok=True)
-        work = Path(tempfile.mkdtemp(prefix=f".{out.name}.", dir=out.parent))
+        there = next(parent for parent in out.absolute().parents if parent.exists())
+        work = Path(tempfile.mkdtemp(prefix=f".{out.name}.", dir=there))
         skipped = _write_tensors(tensors, work, DTYPES.get(dtype), quantization)
         _copy_files(folder, work, dtype, quantization)
         after = (work / "model.safetensors").stat().st_size
         load(work)  # what was written works, or is not kept
         work.chmod(0o755)
+        out.parent.mkdir(parents=True, exist_ok=True)
         os.rename(work, out)
         return before, after, skipped
     except (OSError, RuntimeError) as error:  # RuntimeError: MLX's, for instance on a full disk
@@ -118,7 +119,7 @@ def _copy_files(folder, work, dtype, quantization):
 
 def main():
     parser = argparse.ArgumentParser(
-        description="Copy a T5 checkpoint into one new folder, cast or quantized. (Defaults)",
+        description="Copy a T5 to a new folder, cast or quantized. Defaults in parentheses.",
         argument_default=argparse.SUPPRESS,  # what is not given is left to convert()
     )
     parser.error = lambda message: parser.exit(2, f"convert.py: {message}\n")  # type: ignore
@@ -132,7 +133,9 @@ def main():
     options = vars(parser.parse_args())
     if "quantize" not in options and {"bits", "group_size"} & options.keys():
         parser.error("--bits and --group-size need --quantize")
-    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # so that nothing is left behind
+    for signum in signal.SIGTERM, signal.SIGHUP:  # so that nothing is left behind
+        if signal.getsignal(signum) is not signal.SIG_IGN:
+            signal.signal(signum, lambda number, _: sys.exit(128 + number))
     try:
         before, after, skipped = convert(**options)
     except KeyboardInterrupt:

@@ -493,8 +493,9 @@ class ModelDrafter:
         self.steady = True
 
     def limit(self, policy):
-        """Nothing is drafted where trying again is dear and a long text would be fed first."""
-        return 0 if policy.patience >= 64 and len(self.unfed) > 8 else math.inf
+        """It is seldom tried again where that is dear and a long text would be fed first."""
+        dear = policy.patience >= 64 and len(self.unfed) > 8
+        return 0 if dear and policy.idle < 4 * policy.patience else math.inf
 
     def draft(self, k, position):
         """k tokens for output positions position …, (k,) uint32, not evaluated."""

@@ -100,7 +100,7 @@ def parse_arguments(argv=None):
     """The options, checked together; which ones have no effect is said on standard error."""
     parser = argparse.ArgumentParser(
         usage="main.py [options]",
-        description="Write text with a T5. Models are folders or Hugging Face ids. (Defaults)",
+        description="Write text with a T5, a folder or a Hugging Face id. Defaults in parentheses.",
         allow_abbrev=False,
     )
     parser.error = lambda message: parser.exit(2, f"main.py: error: {message}\n")  # type: ignore
@@ -108,7 +108,7 @@ def parse_arguments(argv=None):
     add("--model", "--model-name", default=DEFAULT_MODEL, metavar="M", help="target model (demo)")
     add("-m", "--max-tokens", default=200, type=between(0), metavar="N", help="at most N (200)")
     add = group.add_mutually_exclusive_group().add_argument
-    add("--prompt", default=DEFAULT_PROMPT, help="- for standard input (an example)")
+    add("--prompt", default=DEFAULT_PROMPT, help="the prompt; -: standard input (an example)")
     add("--prompt-file", metavar="FILE", help="a file with the prompt")
     add("--prompts-file", metavar="FILE", help='lines of {"prompt": TEXT}; one JSON result each')
     add = parser.add_argument_group("drafting").add_argument
@@ -119,7 +119,7 @@ def parse_arguments(argv=None):
     add("--ngram-max", default=16, type=between(1, 127), metavar="N", help="longest n-gram (16)")
     add("--ngram-min", default=1, type=between(1), metavar="N", help="shortest n-gram (1)")
     add("--reference", metavar="FILE", help="another text to look up drafts in")
-    add("--delta", type=between(0, 1, float), default=0, help="lenience (0: the target's text)")
+    add("--delta", type=between(0, 1, float), default=0, help="lenience: faster, other text (0)")
     add("--regular-decode", action="store_true", help="plain decoding, without drafts")
     add = parser.add_argument_group("sampling").add_argument
     add("--temp", type=between(0, kind=float), default=0, help="temperature (0: likeliest token)")
@@ -276,8 +276,9 @@ def run(args, color):
 
 def main(argv=None):
     """Exit status: 0, also where the reader of a pipe has gone; 2 for bad input; 130 for Ctrl-C."""
-    args = parse_arguments(argv)
     sys.stdout = sys.stdout or open(os.devnull, "w")  # closed by the caller
+    sys.stderr = sys.stderr or open(os.devnull, "w")
+    args = parse_arguments(argv)
     no_color = os.environ.get("NO_COLOR") or os.environ.get("TERM") == "dumb"
     color = sys.stdout.isatty() and not no_color if args.color is None else args.color
     sys.stdout.reconfigure(errors="replace")  # type: ignore
@@ -292,7 +293,10 @@ def main(argv=None):
                 os.dup2(os.open(os.devnull, os.O_WRONLY), stream.fileno())
         return 130 if isinstance(end, KeyboardInterrupt) else 0
     except (ValueError, OSError) as error:
-        print(f"main.py: error: {' '.join(str(error).split())}", file=sys.stderr)
+        try:
+            print(f"main.py: error: {' '.join(str(error).split())}", file=sys.stderr, flush=True)
+        except OSError:  # standard error is full
+            os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stderr.fileno())
         return 2
 
 

@@ -255,3 +255,29 @@ def test_bad_options_on_the_command_line(tmp_path, options, says):
     done = run("--model", GOLDEN / "flan-t5", "--out", tmp_path / "out", *options)
     assert done.returncode == 2 and done.stdout == "" and list(tmp_path.iterdir()) == []
     assert says in done.stderr and done.stderr.count("\n") == 1
+
+
+def test_a_failure_leaves_no_folder_on_the_way_to_the_output(tmp_path):
+    shutil.copytree(GOLDEN / "flan-t5", tmp_path / "in")
+    tensors = mx.load(str(tmp_path / "in" / "model.safetensors"))
+    del tensors["decoder.final_layer_norm.weight"]
+    mx.save_safetensors(str(tmp_path / "in" / "model.safetensors"), tensors)
+    with pytest.raises(ValueError, match="final_layer_norm"):
+        convert(tmp_path / "in", tmp_path / "new" / "deep" / "out")
+    with pytest.raises(ValueError, match="exists"):
+        convert(GOLDEN / "flan-t5", tmp_path / "new" / ".." / "in")
+    assert [p.name for p in tmp_path.iterdir()] == ["in"]
+    convert(GOLDEN / "flan-t5", tmp_path / "new" / "deep" / "out")
+    assert [p.name for p in (tmp_path / "new").rglob("*.safetensors")] == ["model.safetensors"]
+
+
+@pytest.mark.parametrize("name", ["SIGTERM", "SIGHUP", "SIGINT"])
+def test_a_signal_leaves_nothing_behind(tmp_path, name):
+    script = f"""
+import os, signal, sys, convert
+convert._copy_files = lambda *_: os.kill(os.getpid(), signal.{name})
+sys.argv[1:] = ["--model", {str(GOLDEN / "flan-t5")!r}, "--out", {str(tmp_path / "out")!r}]
+sys.exit(convert.main())
+"""
+    done = subprocess.run([sys.executable, "-c", script], cwd=ROOT, capture_output=True)
+    assert done.returncode > 128 and list(tmp_path.iterdir()) == []

@@ -510,6 +510,20 @@ def test_a_reader_of_both_that_leaves(fake):
     assert process.wait(60) == 0
 
 
+@pytest.mark.parametrize("where", ["2>&-", "2>/dev/full"])
+def test_standard_error_that_takes_nothing(fake, where):
+    if "full" in where and not os.path.exists("/dev/full"):
+        pytest.skip("no /dev/full")
+    command = fake.command(TEXT="abc")
+    shell = ["sh", "-c", f'"$@" {where}', "sh"]
+    done = subprocess.run(**command | {"args": shell + command["args"]}, stdout=subprocess.PIPE)
+    assert done.stdout.decode().strip() == "abc"
+    assert done.returncode == (0 if where == "2>&-" else 2)
+    command = fake.command("--prompt-file", "none")
+    done = subprocess.run(**command | {"args": shell + command["args"]}, stdout=subprocess.PIPE)
+    assert done.returncode == 2 and done.stdout == b""
+
+
 def test_text_comes_as_it_is_written(fake):
     command = fake.command(TEXT="abc", ENDLESS="1", SLEEP="0.05")
     process = subprocess.Popen(**command, stdout=subprocess.PIPE, stderr=subprocess.PIPE)
