@@ -195,14 +195,18 @@ class DraftLength:
             self.trials[key] = [chance, 1.0]
         return self.trials[key]
 
+    def _knows(self):
+        """Is it known what a plain pass takes? Before, nothing is drafted or begun early."""
+        return not self.learns or len(self.seconds.get(0, ())) > 1
+
     def choose(self, length, doubt, limit):
         """The evidence, and how many tokens there are to draft or to use -> 0 to limit."""
         top, costs, limit = self.ceiling, self.costs, min(limit, self.ceiling)
         if self.learns:
             limit = min(limit, 4 * self.widest)  # one surprise after the other
         self.calm += 1
-        if limit <= 0 or (self.learns and len(self.seconds.get(0, ())) < 2):
-            return 0  # nothing is drafted before it is known what a plain pass takes
+        if limit <= 0 or not self._knows():
+            return 0
         trials = (self._trial(length, doubt, i) for i in range(self.AHEAD + 1))
         chances = [right / tried for right, tried in trials]
         last = min(chances[-1], 0.995)
@@ -227,8 +231,7 @@ class DraftLength:
 
     def hurries(self):
         """May the next plain pass begin before the last one is read?"""
-        known = not self.learns or len(self.seconds.get(0, ())) > 1  # what a plain pass takes
-        return known and self.calm >= self.patient
+        return self._knows() and self.calm >= self.patient
 
     def update(self, length, doubt, k, right, wrong):
         """After a pass that drafted k tokens, timed first: so many of the drafter's tokens,
@@ -267,8 +270,8 @@ class DraftLength:
         if early < math.inf:
             saved = 1 - early / self.typical[0]
             self.patient = min(max(1 / saved, 4), 64) if saved > 0 else 64
-        times = [(j, s, len(self.seconds[j])) for j, s in self.typical.items() if j > 0]
-        ratios = [(j, s / self.plain, n) for j, s, n in times]
+        drafted = (j for j in self.typical if j > 0)
+        ratios = [(j, self.typical[j] / self.plain, len(self.seconds[j])) for j in drafted]
         # Least squares of relative errors for 1 + jump + slope * k, with a prior
         s0, s1, s2, t0, t1 = 1.0, 0.0, 0.5, 0.0, 0.5 * self.SLOPE
         for j, r, n in ratios:

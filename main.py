@@ -274,6 +274,11 @@ def run(args, color):
             print(bar, end="\n" * (i == len(prompts)), file=sys.stderr, flush=True)
 
 
+def discard(stream):
+    """What is still to be written to the stream goes nowhere."""
+    os.dup2(os.open(os.devnull, os.O_WRONLY), stream.fileno())
+
+
 def main(argv=None):
     """Exit status: 0, also where the reader of a pipe has gone; 2 for bad input; 130 for Ctrl-C."""
     sys.stdout = sys.stdout or open(os.devnull, "w")  # closed by the caller
@@ -290,13 +295,13 @@ def main(argv=None):
             if stream.isatty():
                 print(RESET * color, file=stream, flush=True)
             else:
-                os.dup2(os.open(os.devnull, os.O_WRONLY), stream.fileno())
+                discard(stream)
         return 130 if isinstance(end, KeyboardInterrupt) else 0
     except (ValueError, OSError) as error:
         try:
             print(f"main.py: error: {' '.join(str(error).split())}", file=sys.stderr, flush=True)
         except OSError:  # standard error is full
-            os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stderr.fileno())
+            discard(sys.stderr)
         return 2
 
 

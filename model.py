@@ -67,9 +67,9 @@ class Linear:
     def __init__(self, matrix, few_rows=False):
         weight, self.scales, self.quantization = matrix
         self.weight, self.dtype = weight, self.scales[0].dtype if self.scales else weight.dtype
+        self.few_rows = few_rows and on_cpu() and weight.dtype == mx.float32
         if not self.scales:
             self.weight, self.most_rows = weight.T[None], math.inf
-            self.few_rows = few_rows and on_cpu() and weight.dtype == mx.float32
             if self.few_rows:
                 self.weight, self.most_rows = for_few_rows(weight)
             self.flat = self.weight.squeeze(0) if len(self.weight) == 1 else weight.T
@@ -374,9 +374,8 @@ class T5:
         weights.finish()
         self.widths, self.step = self._find_widths()
         parts = [(x.self_attention, x.cross_attention, x.feed_forward) for x in self.decoder[0]]
-        linear = [m for part in sum(parts, ()) for m in vars(part).values()]
-        linear = [m for m in [self.head, *linear] if isinstance(m, Linear) and not m.scales]
-        self.passes, self.small_pages = 0, [m.flat for m in linear if m.few_rows]
+        linear = [m for p in sum(parts, ()) for m in vars(p).values() if isinstance(m, Linear)]
+        self.passes, self.small_pages = 0, [m.flat for m in [self.head, *linear] if m.few_rows]
 
     def _find_widths(self):
         """(lowest, highest) number of rows between which each row's bits are the same, and STEP

@@ -166,11 +166,11 @@ class LookupDrafter:
         self.text.pop()
         self.start = len(self.text)  # where the output begins
         self.buffer = mx.array(self.text, mx.uint32)
-        self.copied = len(self.text)  # where the text was last copied from
+        self.copied = self.start  # where the text was last copied from
         self.length, self.doubt, self.place, self.found = 0, 0, 0, []
         if texts[-1]:
             self._grow(self.start)
-            self._choose(*read(*match_scores(self.buffer, mx.array(len(self.text)), self.n)))
+            self._choose(*read(*match_scores(self.buffer, mx.array(self.start), self.n)))
 
     def limit(self, policy):
         return len(self.found)
