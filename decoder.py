@@ -66,17 +66,23 @@ class Stream:
         self._tokens.close()
 
 
+def check(right, name, value, wanted):
+    if not right:
+        raise ValueError(f"{name} is {value}: it must be {wanted}")
+
+
 def as_ids(name, ids):
     """Token ids of any kind as (N,) uint32."""
+    wanted = "(N,) integer token ids, 0 or more"
     try:
         ids = mx.array(ids)
     except (RuntimeError, TypeError, ValueError):
-        raise ValueError(f"the {name} is no array: it must be (N,) integer token ids") from None
-    if ids.ndim != 1 or not (ids.size == 0 or mx.issubdtype(ids.dtype, mx.integer)):
-        found = f"{str(ids.dtype).split('.')[-1]} of shape {ids.shape}"
-        raise ValueError(f"the {name} is {found}: it must be (N,) integer token ids")
-    if ids.size and mx.any(ids < 0):
-        raise ValueError(f"the {name} has the token id {mx.min(ids).item()}: ids are 0 or more")
+        check(False, f"the {name}", "no array", wanted)
+    found = f"{str(ids.dtype).split('.')[-1]} of shape {ids.shape}"
+    integer = ids.size == 0 or mx.issubdtype(ids.dtype, mx.integer)
+    check(ids.ndim == 1 and integer, f"the {name}", found, wanted)
+    least = mx.min(ids).item() if ids.size else 0
+    check(least >= 0, f"a token id of the {name}", least, "0 or more")
     return ids.astype(mx.uint32)
 
 
@@ -96,16 +102,13 @@ class Sampler:
     """
 
     def __init__(self, temp=0.0, top_p=1.0, top_k=0, seed=0):
-        if not (0 <= temp < math.inf):
-            raise ValueError(f"temp is {temp}: it must be finite, 0 or more (0: likeliest token)")
-        if not 0 < top_p <= 1:
-            raise ValueError(f"top_p is {top_p}: it must be in (0, 1] (1: all tokens)")
-        if top_k < 0:
-            raise ValueError(f"top_k is {top_k}: it must be 0 or more (0: all tokens)")
-        if not 0 <= seed < 2**32:
-            raise ValueError(f"seed is {seed}: it must be in [0, 2**32)")
+        check(0 <= temp < math.inf, "temp", temp, "finite, 0 or more (0: likeliest token)")
+        check(0 < top_p <= 1, "top_p", top_p, "in (0, 1] (1: all tokens)")
+        check(top_k >= 0, "top_k", top_k, "0 or more (0: all tokens)")
+        check(0 <= seed < 2**32, "seed", seed, "in [0, 2**32)")
         self.temp = max(temp, 1e-30) if temp else 0  # what float32 can divide by
         self.top_p, self.top_k, self.seed = top_p, top_k, seed
+        self.width = None  # of the target's logits, at which noise is drawn; None: of all logits
         self.noise = functools.lru_cache(maxsize=64)(self._noise)
 
     def _noise(self, position, width):
@@ -130,27 +133,23 @@ class Sampler:
             scores = mx.where(scores >= least, scores, -math.inf)
         return scores
 
-    def choose(self, scores, position, width=None):
+    def choose(self, scores, position):
         """Scores (L, V) of output positions position … -> tokens (L,) uint32, their values (L,).
 
-        The noise is drawn at `width`, the target's, and cut or extended to V. A value that is
-        not finite tells that the logits were not.
+        The noise is cut or extended to V. A value that is not finite tells that the logits were
+        not.
         """
         if self.temp > 0:
             length, size = scores.shape
-            width = width or size
+            width = self.width or size
             noise = mx.stack([self.noise(position + i, width) for i in range(length)])
             scores = scores + mx.pad(noise, [(0, 0), (0, max(size - width, 0))])[:, :size]
         tokens = mx.argmax(scores, axis=-1)
         return tokens, mx.take_along_axis(scores, tokens[:, None], axis=-1)[:, 0]
 
 
-def typical(seconds):
-    """The lower median: a disturbed pass is slow."""
-    return sorted(seconds)[(len(seconds) - 1) // 2]
-
-
 EARLY = -1  # in place of a draft length: a plain pass that began before the last one was read
+CALM = 8  # passes without a right draft after which plain passes begin early
 
 
 class DraftLength:
@@ -163,9 +162,7 @@ class DraftLength:
     a draft. The first token's chance also depends on `doubt`, a small number for whatever else the
     drafter knows. The cost of a width is the median of its last passes, in plain passes, drawn
     towards a line through all of them. Where nothing is drafted, one token is tried now and then:
-    so seldom that it loses about 1 %; and after some passes without a draft the next one begins
-    before the last one is read, as in plain decoding: when the time that this would have saved is
-    worth the one pass by which the next draft may come late.
+    so seldom that it loses about 1 %.
 
     Args:
         ceiling: The most tokens to draft.
@@ -183,10 +180,10 @@ class DraftLength:
         self.trials = {}  # (length's group, doubt): [right, tried]
         self.idle, self.patience = 0, 8  # passes without a draft; after how many to try one
         self.trying = False
-        self.calm, self.patient = 0, 3  # passes since a draft that pays; at how many to hurry
-        self.seconds, self.typical = {}, {}  # of the last passes of each width, and their median
-        self.plain, self.spent, self.widest = None, 1.0, 1  # a plain pass, the last one, tried
+        self.calm = 0  # passes since a right draft
+        self.seconds = {}  # of the last passes of each width
         self.costs = [cost(k) / cost(0) if cost else 1 + self.SLOPE * k for k in range(ceiling + 1)]
+        self.plain, self.spent = None, 1.0  # seconds of a plain pass; such passes, by the last one
 
     def _trial(self, length, doubt, i):
         key = min((length + i).bit_length(), 6), doubt if i == 0 else None
@@ -195,17 +192,14 @@ class DraftLength:
             self.trials[key] = [chance, 1.0]
         return self.trials[key]
 
-    def _knows(self):
-        """Is it known what a plain pass takes? Before, nothing is drafted or begun early."""
-        return not self.learns or len(self.seconds.get(0, ())) > 1
-
     def choose(self, length, doubt, limit):
         """The evidence, and how many tokens there are to draft or to use -> 0 to limit."""
         top, costs, limit = self.ceiling, self.costs, min(limit, self.ceiling)
         if self.learns:
-            limit = min(limit, 4 * self.widest)  # one surprise after the other
+            known = len(self.seconds.get(0, ())) > 1  # what a plain pass takes
+            limit = min(limit, 4 * max(1, *self.seconds)) if known else 0  # no great surprises
         self.calm += 1
-        if limit <= 0 or not self._knows():
+        if limit <= 0:
             return 0
         trials = (self._trial(length, doubt, i) for i in range(self.AHEAD + 1))
         chances = [right / tried for right, tried in trials]
@@ -213,25 +207,20 @@ class DraftLength:
         chances += [last] * top
         # rest[i]: the least cost of the rest of the run once its first i tokens are written
         steady = min(costs[k] / (1 - last ** (k + 1)) for k in range(top + 1))
-        rest = [0.0] * self.AHEAD + [steady] * (top + 2)
+        rest = [steady] * (self.AHEAD + top + 2)
         for i in range(self.AHEAD - 1, -1, -1):
-            least, reach, best = math.inf, 1.0, 0
+            best, rest[i], reach = 0, math.inf, 1.0
             for k in range((top if i else limit) + 1):
-                if costs[k] >= least:
+                if costs[k] >= rest[i]:
                     break
                 reach *= chances[i + k]
-                if costs[k] + reach * rest[i + k + 1] < least - 1e-9:
-                    least, best = costs[k] + reach * rest[i + k + 1], k
-            rest[i] = least
+                if costs[k] + reach * rest[i + k + 1] < rest[i] - 1e-9:
+                    best, rest[i] = k, costs[k] + reach * rest[i + k + 1]
         # The world may have changed; but what one token costs more than it can gain is seldom paid.
         self.trying = best == 0 and self.idle >= max(self.patience, 100 * (costs[1] - 2))
-        if best:
-            self.calm = 0
-        return 1 if self.trying else best
-
-    def hurries(self):
-        """May the next plain pass begin before the last one is read?"""
-        return self._knows() and self.calm >= self.patient
+        best = 1 if self.trying else best
+        self.spent = costs[best]
+        return best
 
     def update(self, length, doubt, k, right, wrong):
         """After a pass that drafted k tokens, timed first: so many of the drafter's tokens,
@@ -239,40 +228,36 @@ class DraftLength:
         for i in range(right + wrong):
             trial = self._trial(length, doubt, i)
             trial[:] = self.FADE * trial[0] + (i < right), self.FADE * trial[1] + 1
+        if min(right, k):
+            self.calm = 0
         if k == 0:
             self.idle += self.learns or right + wrong == 0
         elif not self.trying:
             self.idle, self.patience = 0, 8
         else:
-            loss = (self.spent if self.learns else self.costs[k]) - min(right, k) - 1
+            loss = self.spent - min(right, k) - 1
             self.idle, self.patience = 0, min(max(100 * loss, 2), 512)
-            for j, last in self.seconds.items():  # costs may have changed as well
+            for last in self.seconds.values():  # costs may have changed as well
                 del last[: len(last) > 1]
-                self.typical[j] = typical(last)
 
     def timed(self, k, seconds, steady=True):
         """A pass took so long, its drafting included; steady: nothing that comes once. k may be
         EARLY: the time since the last pass was read."""
         if not self.learns:
             return
-        self.spent = seconds / (self.plain or seconds)
-        if steady:
-            last = self.seconds.setdefault(k, [])
-            last.append(seconds)
-            del last[:-5]
-            self.typical[k] = typical(last)
-        if not steady or 0 not in self.seconds:
+        if not steady:
+            self.spent = seconds / (self.plain or seconds)
             return
-        early = self.typical[EARLY] if len(self.seconds.get(EARLY, ())) > 2 else math.inf
-        # What is wider is not cheaper.
-        self.plain = min(early, *(s for j, s in self.typical.items() if j >= 0))
-        self.widest = max(k, self.widest)
-        if early < math.inf:
-            saved = 1 - early / self.typical[0]
-            self.patient = min(max(1 / saved, 4), 64) if saved > 0 else 64
-        drafted = (j for j in self.typical if j > 0)
-        ratios = [(j, self.typical[j] / self.plain, len(self.seconds[j])) for j in drafted]
-        # Least squares of relative errors for 1 + jump + slope * k, with a prior
+        self.seconds.setdefault(k, []).append(seconds)
+        del self.seconds[k][:-5]
+        if 0 not in self.seconds:
+            return
+        # The lower median: a disturbed pass is slow. What is wider is not cheaper.
+        typical = {j: sorted(last)[(len(last) - 1) // 2] for j, last in self.seconds.items()}
+        few = EARLY if len(self.seconds.get(EARLY, ())) < 3 else None
+        self.plain = min(t for j, t in typical.items() if j != few)
+        ratios = [(j, t / self.plain, len(self.seconds[j])) for j, t in typical.items() if j > 0]
+        # Least squares of relative errors for 1 + jump + slope * j, with a prior
         s0, s1, s2, t0, t1 = 1.0, 0.0, 0.5, 0.0, 0.5 * self.SLOPE
         for j, r, n in ratios:
             w = n / r**2
@@ -283,7 +268,7 @@ class DraftLength:
         self.costs = [1.0] + [1 + jump + slope * j for j in range(1, self.ceiling + 1)]
         for j, r, n in ratios:
             self.costs[j] = (n + 1) / (1 / self.costs[j] + n / r)
-        self.spent = min(self.spent, 2 * self.costs[max(k, 0)])  # one disturbed pass tells little
+        self.spent = self.costs[max(k, 0)]
 
 
 class Decoder:
@@ -316,10 +301,8 @@ class Decoder:
     def _stream(self, prompt, max_tokens, *texts):
         began = time.perf_counter()
         prompt = as_ids("prompt", prompt)
-        if prompt.size == 0:
-            raise ValueError("the prompt is empty: it must be (S,) token ids with S > 0")
-        if max_tokens < 0:
-            raise ValueError(f"max_tokens is {max_tokens}: it must be 0 or more")
+        check(prompt.size > 0, "the prompt", "empty", "(S,) token ids with S > 0")
+        check(max_tokens >= 0, "max_tokens", max_tokens, "0 or more")
         stats = Stats(prompt_tokens=prompt.size, stop=None if max_tokens else "length")
         cache, token = self.model.start(prompt)
         passes = self._passes(cache, token, max_tokens, prompt, *texts)
@@ -383,10 +366,8 @@ class DraftingDecoder(Decoder):
 
     def __init__(self, model, eos_id=1, num_draft=None, fixed_draft=False, delta=0.0, **sampling):
         super().__init__(model, eos_id, **sampling)
-        if num_draft is not None and num_draft < 0:
-            raise ValueError(f"num_draft is {num_draft}: it must be 0 or more, or None")
-        if not 0 <= delta <= 1:
-            raise ValueError(f"delta is {delta}: it must be in [0, 1]")
+        check(num_draft is None or num_draft >= 0, "num_draft", num_draft, "0 or more, or None")
+        check(0 <= delta <= 1, "delta", delta, "in [0, 1]")
         self.num_draft, self.fixed_draft, self.delta = num_draft, fixed_draft, delta
         self.policy = self._policy()
 
@@ -425,20 +406,18 @@ class DraftingDecoder(Decoder):
         position, ahead, now = 0, None, 0.0
         while position < max_tokens:
             began, early = (now, True) if ahead else (time.perf_counter(), False)
-            limit = min(drafter.limit(policy), max_tokens - position - 1)
+            limit = min(drafter.limit(policy.costs), max_tokens - position - 1)
             evidence = drafter.length, drafter.doubt
             wanted = min(limit, fixed) if self.fixed_draft else policy.choose(*evidence, limit)
             k = 0 if early else wanted
             logits, arrays = ahead or self._begin(cache, token, k, position, drafter)
             ahead = None
-            if wanted == 0 and policy.hurries() and 0 < position < max_tokens - 1:
+            if wanted == 0 and policy.calm >= CALM and 0 < position < max_tokens - 1:
                 ahead = self._begin(cache, arrays[0], 0, position + 1, drafter)
             output, accepted, values, *found = read(*arrays)
             now = time.perf_counter()
-            if position or policy.plain is None:  # the first pass has the prompt's encoding in it
+            if position or not policy.seconds:  # the first pass has the prompt's encoding in it
                 policy.timed(EARLY if early else k, now - began, drafter.steady)
-            else:
-                policy.spent = policy.costs[k]
             n = accepted.item()
             output = output.tolist()[: n + 1]
             self._check(values.tolist()[: n + 1], logits)
@@ -455,8 +434,7 @@ class DraftingDecoder(Decoder):
         """
         draft = drafter.draft(k, position)
         logits = self.model.decode(mx.concatenate([token, draft]) if k else token, cache)
-        drafter.width = logits.shape[-1]
-        scores = self.sampler.scores(logits)
+        scores, self.sampler.width = self.sampler.scores(logits), logits.shape[-1]
         output, values = self.sampler.choose(scores, position)
         accepted = self._accept(scores, output, draft) if k else mx.array(0)
         if self.delta > 0 and k:
@@ -477,10 +455,10 @@ class SpeculativeDecoder(DraftingDecoder):
     def __init__(self, model, draft_model, eos_id=1, **options):
         super().__init__(model, eos_id, **options)
         self.draft_model = draft_model
+        self.sampler.width = getattr(model, "vocab_size", None)
 
     def _drafter(self, prompt):
-        width = getattr(self.model, "vocab_size", None)
-        return ModelDrafter(self.draft_model, self.sampler, prompt, width)
+        return ModelDrafter(self.draft_model, self.sampler, prompt)
 
 
 class ModelDrafter:
@@ -488,17 +466,16 @@ class ModelDrafter:
 
     doubt = 0
 
-    def __init__(self, model, sampler, prompt, width):
-        self.model, self.sampler, self.prompt, self.width = model, sampler, prompt, width
+    def __init__(self, model, sampler, prompt):
+        self.model, self.sampler, self.prompt = model, sampler, prompt
         self.cache: Any = None
         self.unfed: list[int] = []
         self.length = 0  # of the run of right drafts since the last wrong one
         self.steady = True
 
-    def limit(self, policy):
-        """It is seldom tried again where that is dear and a long text would be fed first."""
-        dear = policy.patience >= 64 and len(self.unfed) > 8
-        return 0 if dear and policy.idle < 4 * policy.patience else math.inf
+    def limit(self, costs):
+        """Where drafting is dear, tokens that it missed are not worth feeding."""
+        return 0 if costs[1] > 1.5 and len(self.unfed) > 8 else math.inf
 
     def draft(self, k, position):
         """k tokens for output positions position …, (k,) uint32, not evaluated."""
@@ -512,9 +489,8 @@ class ModelDrafter:
             tokens = mx.concatenate([start, tokens])
         draft = []
         for i in range(k):
-            logits = self.model.decode(tokens, self.cache)[-1:, : self.width]
-            scores = self.sampler.scores(logits)
-            tokens, _ = self.sampler.choose(scores, position + i, self.width)
+            logits = self.model.decode(tokens, self.cache)[-1:, : self.sampler.width]
+            tokens, _ = self.sampler.choose(self.sampler.scores(logits), position + i)
             draft.append(tokens)
         return mx.concatenate(draft)
 

@@ -5,12 +5,11 @@ down to ngram_min; what followed them there is the draft. All n and all places a
 once: a few array operations, whatever the length of the text.
 """
 
-import functools
 import math
 
 import mlx.core as mx
 
-from decoder import DraftingDecoder, Stream, as_ids, read
+from decoder import DraftingDecoder, Stream, as_ids, check, read
 
 # Ids that no token has. NONE stands before the first token and after the last one, SEAM + i behind
 # text i: they differ, so that no n-gram reaches across one, and no draft goes on past one.
@@ -18,33 +17,25 @@ NONE, SEAM = 2**32 - 1, 2**32 - 4
 CHUNK = 1024  # the buffer grows by this many tokens
 
 
-@functools.lru_cache(maxsize=8)
-def constants(n):
-    """Row numbers (n, 1) and ids that match nothing (n,)."""
-    rows = mx.arange(1, n + 1, dtype=mx.uint8 if n < 256 else mx.uint32)[:, None]
-    none = mx.full((n,), NONE, mx.uint32)
-    mx.eval(rows, none)
-    return rows, none
+def match_lengths(buffer, size, n):
+    """At every place of a text, how many of its last n tokens stand there. Not evaluated.
 
+    Args:
+        buffer: (B,) uint32: n times NONE, the texts with SEAM + i behind text i, maybe NONE to the
+            end; B > n + 1.
+        size: () integer array: how many entries come before those last NONE. Inside a pass's graph
+            only the device knows.
 
-def mismatches(buffer, places, suffix):
-    """Which of the last n tokens differ at each place: (n, places), their row numbers or 0.
-
-    Place j is the n ids that end at buffer[j + n]; suffix (n, 1) is the last n tokens, the oldest
-    in row 1. The largest number at a place is how many tokens do not match there.
+    Returns the greatest length () and all of them, (B - n - 1,), uint8 if n < 256: at place j of
+    the tokens that end at buffer[j + n], 0 where there is no token behind them.
     """
-    n = suffix.shape[0]
-    windows = mx.as_strided(buffer, (n, places), (1, 1), 1)  # a column per place; nothing is copied
-    different = windows != suffix
-    rows, _ = constants(n)
-    return (different.view(mx.uint8) if n < 256 else different) * rows
-
-
-def check_ngrams(ngram_max, ngram_min):
-    if not 1 <= ngram_min <= ngram_max:
-        raise ValueError(
-            f"ngram_min is {ngram_min}, ngram_max {ngram_max}: 1 <= ngram_min <= ngram_max is right"
-        )
+    dtype = mx.uint8 if n < 256 else mx.uint32
+    suffix = mx.slice(buffer, size - n, (0,), (n,))[:, None]
+    windows = mx.as_strided(buffer, (n, buffer.size - n - 1), (1, 1), 1)  # nothing is copied
+    different = (windows != suffix).view(mx.uint8) * mx.arange(1, n + 1, dtype=dtype)[:, None]
+    real = buffer[n:] < SEAM
+    lengths = (n - mx.max(different, axis=0)) * (real[:-1] & real[1:]).view(mx.uint8)
+    return mx.max(lengths), lengths
 
 
 def find_draft(
@@ -64,57 +55,23 @@ def find_draft(
     Returns the draft, (k,) uint32 with k <= num_draft; empty where nothing matches.
     Raises ValueError unless 1 <= ngram_min <= ngram_max, num_draft >= 0 and 0 <= seam <= N.
     """
-    check_ngrams(ngram_max, ngram_min)
-    size = context.size
-    if num_draft < 0:
-        raise ValueError(f"num_draft is {num_draft}: it must be 0 or more")
-    if not 0 <= seam <= size:
-        raise ValueError(f"seam is {seam}: it must be in the context, 0 to {size}")
-    context = context.astype(mx.uint32)
-    n = min(ngram_max, size - seam, size - 1)
-    if n < ngram_min or num_draft == 0:
-        return mx.array([], mx.uint32)
-    _, none = constants(n)
-    parts = [none, context[:seam], none[:1], context[seam:]] if seam else [none, context]
-    buffer = mx.concatenate(parts)
-    end = buffer.size - n
-    suffix = mx.as_strided(buffer, (n, 1), (1, 1), end)
-    wrong = mx.max(mismatches(buffer, end - 1, suffix), axis=0)
-    if seam:
-        wrong[seam - 1] = n  # it ends at the seam: nothing to draft
-    place, fewest = read(mx.argmin(wrong), mx.min(wrong))  # argmin takes the earliest
-    if n - fewest.item() < ngram_min:
-        return mx.array([], mx.uint32)
-    start, stop = place.item() + 1, seam
-    if start > seam:  # in the generated text, behind the id at the seam
-        start, stop = start - bool(seam), size
+    size, nothing = context.size, mx.array([], mx.uint32)
+    check(1 <= ngram_min <= ngram_max, "ngram_min", ngram_min, f"1 to ngram_max, {ngram_max}")
+    check(num_draft >= 0, "num_draft", num_draft, "0 or more")
+    check(0 <= seam <= size, "seam", seam, f"in the context, 0 to {size}")
+    if min(size - seam, size - 1, num_draft) < 1:
+        return nothing
+    n, context = min(ngram_max, size), context.astype(mx.uint32)
+    border = mx.array([SEAM], mx.uint32) if seam else nothing
+    none = mx.full((n,), NONE, mx.uint32)
+    buffer = mx.concatenate([none, context[:seam], border, context[seam:]])
+    longest, lengths = match_lengths(buffer, mx.array(buffer.size), n)
+    longest, place = read(longest, mx.argmax(lengths))  # argmax takes the earliest
+    if longest.item() < ngram_min:
+        return nothing
+    start = place.item() + 1
+    start, stop = (start, seam) if start <= seam else (start - bool(seam), size)
     return context[start : min(start + num_draft, stop)]
-
-
-def match_scores(buffer, size, ngram_max):
-    """The search inside a pass's graph, where only the device knows how long the text is.
-
-    Args:
-        buffer: (B,) uint32: ngram_max times NONE, the texts with SEAM + i behind text i,
-            NONE to the end, once or more.
-        size: () integer array: how many entries come before those last NONE.
-
-    Returns the longest match's length, () uint8, up to ngram_max <= 127, and a score for each place
-    whose draft would begin at buffer[j + ngram_max + 1], (B - ngram_max - 1,) uint8, with the best
-    one, (): 0 where the match is shorter or nothing follows, else 1 and as many as there are more
-    matching tokens behind the one that ends the match.
-    """
-    n = ngram_max
-    suffix = mx.slice(buffer, size - n, (0,), (n,))[:, None]
-    rows = mismatches(buffer, buffer.size - n - 1, suffix)
-    newest = mx.max(rows, axis=0)
-    older = mx.max(rows * (rows != newest).view(mx.uint8), axis=0)
-    real = buffer[n:] < SEAM
-    follows = (real[:-1] & real[1:]).view(mx.uint8)  # behind a token, not behind a seam
-    lengths = (n - newest) * follows
-    longest = mx.max(lengths)
-    scores = (lengths == longest).view(mx.uint8) * follows * (mx.maximum(newest, 1) - older)
-    return longest, scores, mx.max(scores)
 
 
 class PromptLookupDecoder(DraftingDecoder):
@@ -123,15 +80,14 @@ class PromptLookupDecoder(DraftingDecoder):
     Args: as for Decoder and DraftingDecoder, and ngram_max <= 127, ngram_min: the n-grams looked
     up, and of the last 64 places where the longest stands, that with the likeliest next token: each
     has a vote, which counts more near the place last copied from. Unless fixed_draft: where no
-    n-gram matches, one of at least 2 and ngram_min tokens before the last one may, since a copy
-    goes on after a changed token; and a draft that reaches the end of the text goes on with its
-    own beginning, since what repeats itself goes on repeating.
+    n-gram matches after a draft, the next one goes on behind the token that was not accepted, since
+    a copy goes on after a changed token; and a draft that reaches the end of the text goes on with
+    its own beginning, since what repeats itself goes on repeating.
     """
 
     def __init__(self, model, eos_id=1, ngram_max=16, ngram_min=1, **options):
-        check_ngrams(ngram_max, ngram_min)
-        if ngram_max > 127:
-            raise ValueError(f"ngram_max is {ngram_max}: the longest n-gram looked up is 127")
+        check(1 <= ngram_min <= ngram_max, "ngram_min", ngram_min, f"1 to ngram_max, {ngram_max}")
+        check(ngram_max <= 127, "ngram_max", ngram_max, "127 or less")
         super().__init__(model, eos_id, **options)
         self.ngram_max, self.ngram_min = ngram_max, ngram_min
 
@@ -170,9 +126,9 @@ class LookupDrafter:
         self.length, self.doubt, self.place, self.found = 0, 0, 0, []
         if texts[-1]:
             self._grow(self.start)
-            self._choose(*read(*match_scores(self.buffer, mx.array(self.start), self.n)))
+            self._choose(*read(*match_lengths(self.buffer, mx.array(self.start), self.n)))
 
-    def limit(self, policy):
+    def limit(self, costs):
         return len(self.found)
 
     def _grow(self, size):
@@ -191,29 +147,29 @@ class LookupDrafter:
         if output.size > 1:
             output = mx.where(mx.arange(output.size) <= accepted, output, NONE)
         self.buffer[size : size + output.size] = output
-        return match_scores(self.buffer, size + 1 + accepted, self.n)
+        return match_lengths(self.buffer, size + 1 + accepted, self.n)
 
     def settle(self, output, k, search):
         """After a pass that wrote output -> how many tokens of what was found, drafted or not,
         were right, and whether the next one was wrong."""
         pairs = list(zip(output, self.found, strict=False))
         right = next((i for i, (a, b) in enumerate(pairs) if a != b), len(pairs))
-        self.copied = self.place + len(output) if k else self.copied + len(output)
+        self.copied = (self.place if k else self.copied) + len(output)
         self.text += output
-        self._choose(*search)
+        self._choose(*search, k)
         return right, right < len(pairs)
 
-    def _choose(self, longest, scores, best):
-        """Chooses among the best places; the host knows the text by now."""
-        self.length, best, self.found = longest.item(), best.item(), []
-        # Where no n-gram matches, one that lacks its last token tells where a copy may go on.
-        gap = self.length == 0 and best > max(self.least, 2) and not self.literal
-        if self.length < self.least and not gap:
+    def _choose(self, longest, lengths, k=0):
+        """Chooses among the places of the longest match; the host knows the text by now."""
+        self.length, self.found, places = longest.item(), [], []
+        if self.length >= self.least:
+            lengths, end = bytes(memoryview(lengths)), lengths.size
+            while len(places) < 64 and (end := lengths.rfind(self.length, 0, end)) >= 0:
+                places.append(end + self.n + 1)
+        elif k and self.text[self.copied - 1] < SEAM and not self.literal:
+            self.length, places = 0, [self.copied]  # a copy may go on after a changed token
+        if not places:
             return
-        places: list[int] = []
-        scores, end = bytes(memoryview(scores)), scores.size
-        while len(places) < 64 and (end := scores.rfind(best, 0, end)) >= 0:
-            places.append(end + self.n + 1)
         near = {p: (1 + abs(p - self.copied)) ** -0.5 for p in places}
         votes: dict[int, float] = {}
         for p in places:

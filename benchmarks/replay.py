@@ -35,7 +35,7 @@ def replay(answers, alpha, seam=False, ngram_max=16, ngram_min=1):
         drafter, done = LookupDrafter(texts, ngram_max, ngram_min), 0
         while done < len(response):
             left = len(response) - done
-            k = policy.choose(drafter.length, drafter.doubt, min(drafter.limit(policy), left - 1))
+            k = policy.choose(drafter.length, drafter.doubt, min(len(drafter.found), left - 1))
             draft, real = drafter.found[:k], response[done : done + k]
             n = next((i for i in range(k) if draft[i] != real[i]), k)
             output = response[done : done + n + 1]

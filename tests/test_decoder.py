@@ -284,7 +284,10 @@ def test_after_plain_passes_the_draft_model_is_fed_what_it_missed(monkeypatch):
     monkeypatch.setattr(decoding.DraftLength, "choose", choose)
     model = HashModel()
     decoder = SpeculativeDecoder(model, model, None)
-    decoder.policy.plain = 1.0  # what a plain pass costs is known: drafting starts at once
+    decoder.policy.seconds[0] = [
+        1.0,
+        1.0,
+    ]  # what a plain pass costs is known: drafting starts at once
     _, drafted, stats = write(decoder, PROMPT, 60)
     assert "".join("-x"[d] for d in drafted[:13]) == "--xxx--xx---x"
     assert stats.accepted == stats.drafted > 40

@@ -35,26 +35,24 @@ def copying(seed, size=40):
 
 
 def count(answers, k):
-    """Tokens, passes, drafted, accepted with k draft tokens where there are so many: by the last
-    word alone, which stands elsewhere once or never; or by the two before it, if it is new."""
+    """Tokens, passes, drafted, accepted with k draft tokens where there are so many: those behind
+    the last word, which stands elsewhere once or never; if it is new, those behind the word in the
+    place of which it stands, if there was a draft."""
     tokens = passes = drafted = accepted = 0
     for prompt, response in answers:
-        end = len(prompt) + len(response)
-        text, at = prompt + response, len(prompt)
-        while at < end:
-            known, draft = text[:at], []
+        text, at, draft, place = prompt + response, len(prompt), [], 0
+        while at < len(text):
+            known = text[:at]
             if known[-1] in known[:-1]:
-                draft = known[known.index(known[-1]) + 1 :]
-            else:
-                for i in range(at - 3):
-                    if known[i : i + 2] == known[-3:-1]:
-                        draft = known[i + 3 :]
-            draft = draft[: min(k, end - at - 1)]
+                place = known.index(known[-1]) + 1
+            elif not draft:
+                place = at
+            draft = known[place:][: min(k, len(text) - at - 1)]
             good = 0
             while good < len(draft) and draft[good] == text[at + good]:
                 good += 1
             passes, drafted, accepted = passes + 1, drafted + len(draft), accepted + good
-            at += good + 1
+            at, place = at + good + 1, place + good + 1
         tokens += len(response)
     return tokens, passes, drafted, accepted
 
