@@ -5,32 +5,21 @@ Transformer" (https://arxiv.org/abs/1910.10683), and its family: v1.1, FLAN, mT5
 There is no batch dimension: activations are (positions, features).
 """
 
-import fast_blas  # isort: skip  (a fast BLAS on Linux: before mlx.core)
+import fast_blas  # noqa: F401  isort: skip  (a fast BLAS on Linux: before mlx.core)
 
-import functools
 import math
 
 import mlx.core as mx
 import numpy as np
 
 import checkpoint
-
-CACHE_BYTES = 2**21  # about what one core's cache holds
-CHUNK = 256  # positions: no block of tokens lies in two chunks, nor a sum over keys
-STEP = 64  # keys: the first chunk is taken in such steps, where that does not change the bits
-QUERIES = 1024  # whose scores are in memory at the same time
-SETTLED = 64  # passes after which a model is taken to be used for long
-MAX_WIDTH = 32  # a pass over more tokens is computed in blocks of this many rows
-
-
-def exp(x):
-    """e to the x; in MLX on the CPU a power costs a third of it."""
-    return mx.power(math.e, x) if on_cpu() else mx.exp(x)
+import cpu
+from cpu import CHUNK, MAX_WIDTH, find_widths
 
 
 def gelu_new(x):
     """The tanh approximation of GELU, written with the logistic function."""
-    return x / (1 + exp(-math.sqrt(8 / math.pi) * (x + 0.044715 * x * x * x)))
+    return x / (1 + cpu.exp(-math.sqrt(8 / math.pi) * (x + 0.044715 * x * x * x)))
 
 
 ACTIVATIONS = {
@@ -38,69 +27,41 @@ ACTIVATIONS = {
     "gelu": lambda x: x * (1 + mx.erf(x / math.sqrt(2))) / 2,
     "gelu_new": gelu_new,
     "gelu_pytorch_tanh": gelu_new,
-    "silu": lambda x: x / (1 + exp(-x)),
-    "swish": lambda x: x / (1 + exp(-x)),
+    "silu": lambda x: x / (1 + cpu.exp(-x)),
+    "swish": lambda x: x / (1 + cpu.exp(-x)),
 }
-
-
-def on_cpu():
-    return mx.default_device() == mx.Device(mx.cpu)
-
-
-def for_few_rows(weight):
-    """A matrix (N, K) as blocks (blocks, K, N / blocks), and into how few rows to split a product.
-
-    MKL reads a matrix from memory once for every three rows, so it is given blocks that stay in the
-    processor's cache; and it rounds 2 to 15 rows alike where the matrix lies along K, 2 to 32 where
-    it lies along N, which is as fast for small matrices only.
-    """
-    rows, columns = weight.shape
-    if columns < 512 or weight.nbytes <= CACHE_BYTES // 4:
-        return mx.contiguous(weight.T)[None], math.inf
-    fits = (n for n in range(1, rows // 64) if rows % n == 0 and weight.nbytes / n <= CACHE_BYTES)
-    return weight.reshape(next(fits, 1), -1, columns).swapaxes(1, 2), 15
 
 
 class Linear:
     """x (L, columns) -> (L, rows) in the precision of the matrix, quantized or not."""
 
-    def __init__(self, matrix, few_rows=False):
-        weight, self.scales, self.quantization = matrix
-        self.weight, self.dtype = weight, self.scales[0].dtype if self.scales else weight.dtype
-        self.few_rows = few_rows and on_cpu() and weight.dtype == mx.float32
-        if not self.scales:
-            self.weight, self.most_rows = weight.T[None], math.inf
-            if self.few_rows:
-                self.weight, self.most_rows = for_few_rows(weight)
-            self.flat = self.weight.squeeze(0) if len(self.weight) == 1 else weight.T
-            mx.eval(self.weight, self.flat)
+    few_rows = None  # on the CPU cpu.FewRows, in the place of the weight
 
-    def __call__(self, x, part=False):
-        """part: only some of the columns, enough to see how the product rounds."""
-        x, rows = x.astype(self.dtype), x.shape[0]
+    def __init__(self, matrix):
+        self.weight, self.scales, self.quantization = matrix
+        self.dtype = self.scales[0].dtype if self.scales else self.weight.dtype
+        if not self.scales:
+            self.weight = self.weight.T
+            mx.eval(self.weight)  # what is lazy belongs to this thread
+
+    def __call__(self, x):
+        x = x.astype(self.dtype)
+        if self.few_rows:
+            return self.few_rows(x)
         if self.scales:
             return mx.quantized_matmul(x, self.weight, *self.scales, **self.quantization)
-        weight = self.weight[:1] if part else self.weight  # [0] would copy
-        blocks, columns, width = weight.shape
-        if rows <= 3 or (rows <= self.most_rows and blocks == 1):
-            return x @ (weight.squeeze(0) if part else self.flat)
-        batches = math.ceil(rows / self.most_rows)
-        if batches == 1:
-            return (x @ weight).swapaxes(0, 1).reshape(rows, -1)
-        x = mx.pad(x, [(0, -rows % batches), (0, 0)]).reshape(batches, -1, columns)
-        y = x @ weight[:, None]  # (blocks, batches, rows, width): a block serves all batches
-        return y.transpose(1, 2, 0, 3).reshape(-1, blocks * width)[:rows]
+        return x @ self.weight
 
 
 class RMSNorm:
     """x / sqrt(mean(x * x) + epsilon) * scale, in float32 in every precision."""
 
     def __init__(self, config, weights, name, factor=1.0):
-        self.with_sum = on_cpu()  # where operations count: the sum instead of the mean
+        self.with_sum = cpu.in_use()  # where operations count: the sum instead of the mean
         n = config.d_model if self.with_sum else 1
         scale = weights.take(f"{name}.weight", config.d_model).astype(mx.float32)
         self.scale, self.epsilon = scale * (factor * n**0.5), config.layer_norm_epsilon * n
-        mx.eval(self.scale)  # what is lazy belongs to this thread
+        mx.eval(self.scale)
 
     def __call__(self, x):
         if self.with_sum:
@@ -114,17 +75,16 @@ class Attention:
     Keys are (heads, d_kv, S), values (heads, S, d_kv).
     """
 
-    def __init__(self, config, weights, name, few_rows):
-        def linear(names, few_rows=few_rows):
-            matrices = [f"{name}.{n}" for n in names]
-            return Linear(weights.matrix(matrices, inner, config.d_model), few_rows)
+    def __init__(self, config, weights, name):
+        def linear(names):
+            return Linear(weights.matrix([f"{name}.{n}" for n in names], inner, config.d_model))
 
         self.heads, inner = config.num_heads, config.num_heads * config.d_kv
         if name.endswith("SelfAttention"):
             self.qkv = linear("qkv")
         else:
-            self.q, self.kv = linear("q"), linear("kv", few_rows=False)
-        self.o = Linear(weights.matrix([f"{name}.o"], config.d_model, inner), few_rows)
+            self.q, self.kv = linear("q"), linear("kv")
+        self.o = Linear(weights.matrix([f"{name}.o"], config.d_model, inner))
 
     def split(self, x, parts=1):
         """(L, parts * heads * d_kv) -> parts arrays (heads, L, d_kv)"""
@@ -134,64 +94,24 @@ class Attention:
     def attend(self, q, k, v, bias=None):
         """q (heads, L, d_kv), bias (heads, L, S) -> (L, d_model)"""
         bias = None if bias is None else bias.astype(q.dtype)
-        if on_cpu():
-            few = q.shape[1] <= MAX_WIDTH or bias is None
-            y = attend_on_cpu(q, k, v, bias) if few else attend_in_turns(q, k, v, bias)
+        if cpu.in_use():
+            y = cpu.attend(q, k, v, bias)
         else:
             q, k, v, bias = (a if a is None else a[None] for a in (q, k.swapaxes(1, 2), v, bias))
             y = mx.fast.scaled_dot_product_attention(q, k, v, scale=1.0, mask=bias)[0]
         return self.o(y.transpose(1, 0, 2).reshape(y.shape[1], -1))
 
 
-def attend_on_cpu(q, k, v, bias):
-    """What mx.fast.scaled_dot_product_attention computes, so that a row's bits do not depend on L.
-
-    BLAS may cut a long sum over keys into parts, how depends on L; so it gets CHUNK at most.
-    """
-    scores = q @ k if bias is None else q @ k + bias
-    p = exp(scores - scores.max(axis=-1, keepdims=True))
-    total = p.sum(axis=-1, keepdims=True)
-    heads, width, keys = p.shape
-    if v.shape[1] > keys:  # zeros fill the last chunk
-        p = mx.pad(p, [(0, 0), (0, 0), (0, v.shape[1] - keys)])
-    if v.shape[1] <= CHUNK or width > MAX_WIDTH:
-        return p @ v / total
-    p = p.reshape(heads, width, -1, CHUNK).swapaxes(1, 2)
-    return (p @ v.reshape(heads, -1, CHUNK, v.shape[-1])).sum(axis=1) / total
-
-
-@functools.cache
-def second_stream():
-    return mx.new_thread_local_stream(mx.cpu)
-
-
-def attend_in_turns(q, k, v, bias):
-    """The same for the encoder: MLX computes an operation on one core, so two at a time.
-
-    A long prompt's queries take turns as well, since the scores of all would fill the memory.
-    """
-    parts = []
-    for h in (slice(i, i + 2) for i in range(0, q.shape[0], 2)):
-        with mx.stream(second_stream() if h.start % 4 else mx.default_stream(mx.cpu)):
-            turns = [slice(i, i + QUERIES) for i in range(0, q.shape[1], QUERIES)]
-            rows = [attend_on_cpu(q[h, turn], k[h], v[h], bias[h, turn]) for turn in turns]
-            parts.append(rows[0] if len(rows) == 1 else mx.concatenate(rows, axis=1))
-    return mx.concatenate(parts)
-
-
 class FeedForward:
     """wo(act(wi x)), or wo(act(wi_0 x) * (wi_1 x)) where the checkpoint is gated."""
 
-    def __init__(self, config, weights, name, few_rows):
+    def __init__(self, config, weights, name):
         names = [f"{name}.wi_0", f"{name}.wi_1"] if config.is_gated else [f"{name}.wi"]
-        self.wi = Linear(weights.matrix(names, config.d_ff, config.d_model), few_rows)
+        self.wi = Linear(weights.matrix(names, config.d_ff, config.d_model))
         # In float16 the product with wo overflows in many T5s; that matrix is widened to float32.
-        wo = weights.matrix([f"{name}.wo"], config.d_model, config.d_ff, widen=True)
-        self.wo = Linear(wo, few_rows)
+        self.wo = Linear(weights.matrix([f"{name}.wo"], config.d_model, config.d_ff, widen=True))
         if config.activation not in ACTIVATIONS:
-            raise ValueError(
-                f"unknown activation {config.activation!r}; known are {', '.join(ACTIVATIONS)}"
-            )
+            raise ValueError(f"unknown activation {config.activation!r}, not of {[*ACTIVATIONS]}")
         self.activation, self.is_gated = ACTIVATIONS[config.activation], config.is_gated
 
     def __call__(self, x):
@@ -206,15 +126,12 @@ class Layer:
     """Self-attention, in the decoder cross-attention, and the feed-forward, each x + f(norm(x))."""
 
     def __init__(self, config, weights, name, decoder):
-        last = 2 if decoder else 1
-        norms = [f"{name}.layer.{i}.layer_norm" for i in range(last + 1)]
-        self.norms = [RMSNorm(config, weights, norm) for norm in norms]
-        self.self_attention = Attention(config, weights, f"{name}.layer.0.SelfAttention", decoder)
+        n = 3 if decoder else 2
+        self.norms = [RMSNorm(config, weights, f"{name}.layer.{i}.layer_norm") for i in range(n)]
+        self.self_attention = Attention(config, weights, f"{name}.layer.0.SelfAttention")
         if decoder:
-            cross = f"{name}.layer.1.EncDecAttention"
-            self.cross_attention = Attention(config, weights, cross, few_rows=True)
-        name = f"{name}.layer.{last}.DenseReluDense"
-        self.feed_forward = FeedForward(config, weights, name, few_rows=decoder)
+            self.cross_attention = Attention(config, weights, f"{name}.layer.1.EncDecAttention")
+        self.feed_forward = FeedForward(config, weights, f"{name}.layer.{n - 1}.DenseReluDense")
 
     def encode(self, x, bias):
         attention = self.self_attention
@@ -222,11 +139,11 @@ class Layer:
         x = x + attention.attend(q, k.swapaxes(1, 2), v, bias)
         return x + self.feed_forward(self.norms[1](x))
 
-    def decode(self, x, bias, cache, new):
-        """x (width, d_model), of which the first `new` rows are kept; bias (heads, width, keys)"""
+    def decode(self, x, bias, cache, position, new):
+        """x (width, d_model) at `position`, the first `new` rows real; bias (heads, width, keys)"""
         attention = self.self_attention
         q, k, v = attention.split(attention.qkv(self.norms[0](x)), 3)
-        k, v = cache.update(k, v, new, bias.shape[-1])
+        k, v = cache.update(k, v, position, new, bias.shape[-1])
         x = x + attention.attend(q, k, v, bias)
         attention = self.cross_attention
         (q,) = attention.split(attention.q(self.norms[1](x)))
@@ -242,23 +159,18 @@ class LayerCache:
 
     def __init__(self, keys, values):
         """keys, values: those of the prompt, both (heads, S, d_kv)."""
-        self.axis = 2 if on_cpu() else 1  # along which keys are appended
+        self.axis = 2 if cpu.in_use() else 1  # along which keys are appended
         self.cross_keys, self.cross_values = keys.swapaxes(1, 2), values
-        if on_cpu():
-            self.cross_keys = mx.contiguous(self.cross_keys)
-            if values.shape[1] > CHUNK:
-                self.cross_values = mx.pad(values, [(0, 0), (0, -values.shape[1] % CHUNK), (0, 0)])
+        if cpu.in_use():
+            self.cross_keys, self.cross_values = cpu.lay_out(self.cross_keys, values)
         self.keys = self.values = None
-        self.offset = 0
 
-    def update(self, k, v, new, positions):
-        """Append the first `new` of k, v (heads, L, d_kv); return `positions` keys and values.
+    def update(self, k, v, start, new, positions):
+        """Write the first `new` of k, v (heads, L, d_kv) at `start`; return `positions` of all.
 
         The others, which the next ones overwrite, are cut off where they do not fit or might
         overflow: a masked infinity would not be masked.
         """
-        start = self.offset
-        self.offset += new
         if start + k.shape[1] > positions or k.dtype == mx.float16:
             k, v = k[:, :new], v[:, :new]
         self.keys = write(self.keys, k.swapaxes(1, self.axis), start, positions, self.axis)
@@ -282,33 +194,30 @@ class Cache:
     """What one generation has computed so far; the caller holds it."""
 
     def __init__(self, layers):
-        self.layers = layers
-
-    @property
-    def offset(self) -> int:
-        """How many tokens have been fed."""
-        return self.layers[0].offset
+        self.layers, self.offset = layers, 0  # how many tokens have been fed
 
     def trim(self, n: int):
         """Forget the last n tokens: only a length moves. ValueError unless 0 <= n <= offset."""
         if not 0 <= n <= self.offset:
             raise ValueError(f"cannot trim {n} of the cache's {self.offset} tokens")
-        for layer in self.layers:
-            layer.offset -= n
+        self.offset -= n
 
 
 class RelativeBias:
     """T5's bucketed relative-position bias, as tables that a pass only slices."""
 
-    def __init__(self, config, weight, bidirectional, dtype):
-        self.weight, self.dtype, self.bidirectional = weight, dtype, bidirectional  # (buckets, H)
-        self.buckets = config.relative_attention_num_buckets
+    def __init__(self, config, weights, name, dtype):
+        shape = (config.relative_attention_num_buckets, config.num_heads)
+        name = f"{name}.layer.0.SelfAttention.relative_attention_bias.weight"
+        self.weight = weights.take(name, *shape).astype(mx.float32)
+        mx.eval(self.weight)
+        self.bidirectional = name.startswith("encoder")
         self.max_distance = config.relative_attention_max_distance
-        self.table = None
+        self.dtype, self.table = dtype, None
 
     def of(self, distance):
         """Bias at `distance` = key position - query position, numpy (N,) -> (heads, N)."""
-        buckets, base = self.buckets, np.zeros_like(distance)
+        buckets, base = self.weight.shape[0], np.zeros_like(distance)
         if self.bidirectional:
             buckets //= 2
             base = (distance > 0) * buckets
@@ -364,28 +273,22 @@ class T5:
         names = [n for n in checkpoint.EMBEDDINGS if n in weights.tensors] or checkpoint.EMBEDDINGS
         self.embedding = weights.matrix([names[0].removesuffix(".weight")], *shape)
         own_head = "lm_head.weight" in weights.tensors
-        self.head = weights.matrix(["lm_head"], *shape) if own_head else self.embedding
-        self.head = Linear(self.head, few_rows=True)
+        self.head = Linear(weights.matrix(["lm_head"], *shape) if own_head else self.embedding)
         self.encoder = self._stack(weights, "encoder", config.num_layers)
         self.decoder = self._stack(weights, "decoder", config.num_decoder_layers)
         self.encoder_norm = RMSNorm(config, weights, "encoder.final_layer_norm")
         factor = config.d_model**-0.5 if config.scale_outputs else 1.0
         self.decoder_norm = RMSNorm(config, weights, "decoder.final_layer_norm", factor)
         weights.finish()
+        linear = [self.head]  # all that a pass multiplies with
+        for layer in self.decoder[0]:
+            attention, cross, wide = layer.self_attention, layer.cross_attention, layer.feed_forward
+            linear += [attention.qkv, attention.o, cross.q, cross.o, wide.wi, wide.wo]
+        self.large_pages = cpu.LargePages(cpu.for_few_rows(linear))
         self.widths, self.step = self._find_widths()
-        parts = [(x.self_attention, x.cross_attention, x.feed_forward) for x in self.decoder[0]]
-        linear = [m for p in sum(parts, ()) for m in vars(p).values() if isinstance(m, Linear)]
-        self.passes, self.small_pages = 0, [m.flat for m in [self.head, *linear] if m.few_rows]
 
     def _find_widths(self):
-        """(lowest, highest) number of rows between which each row's bits are the same, and STEP
-        where they do not depend on how many masked keys follow, else CHUNK.
-
-        Matrix products round differently for 1, for a few and for many rows, at limits that depend
-        on the library, the shapes and the threads; apart from that, not on a row's place or its
-        neighbours. `decode` feeds every token in blocks of these widths, so that a text is the
-        same whatever the draft lengths. One layer and a part of the head tell the limits.
-        """
+        """cpu.find_widths of what rounds: one decoder layer and the head, or a part of it."""
         layer, biases = self.decoder[0][0], self.decoder[1]
         c, most = self.config, CHUNK - MAX_WIDTH - 1
         x = mx.random.normal((MAX_WIDTH, c.d_model), key=mx.random.key(0))
@@ -394,43 +297,21 @@ class T5:
 
         def rows(n, position=most, keys=CHUNK):
             cache = LayerCache(past, past)
-            cache.update(past[:, :position], past[:, :position], position, keys)
-            y = layer.decode(x[:n], biases[0].decoder(position, n, keys), cache, n)
-            y = mx.concatenate([y, self.head(y, part=True)], axis=1)
+            cache.update(past[:, :position], past[:, :position], 0, position, keys)
+            y = layer.decode(x[:n], biases[0].decoder(position, n, keys), cache, position, n)
+            few_rows = self.head.few_rows
+            y = mx.concatenate([y, few_rows(y, part=True) if few_rows else self.head(y)], axis=1)
             mx.eval(y)  # one at a time: in half precision MLX's CPU backend copies the weights
             return y
 
-        def same(a, b):
-            return mx.array_equal(a, b, equal_nan=True)
-
-        widths = [1, 2, 3, 4, 6, 8, 10, 12, 14, 15, 16, 20, 24, 28, MAX_WIDTH]
-        results = {n: rows(n) for n in widths}
-        for i, low in enumerate(widths):
-            high = low
-            for n in widths[i:]:
-                if not same(results[n][:low], results[low]):
-                    break
-                high = n
-            if high >= low + 8:
-                break
-        else:
-            return (16, 16), CHUNK  # no such range: one width for all
-        results.clear()  # they take memory
-        few = [(n, k, p) for n in (low, high) for k in range(STEP, CHUNK, STEP) for p in (5, k - n)]
-        steps = all(same(rows(n, p, k), rows(n, p, CHUNK)) for n, k, p in few)
-        return (low, high), STEP if steps else CHUNK
+        return find_widths(rows)
 
     def _stack(self, weights, name, depth):
         """The layers of one stack and their relative biases: one for all, or one each (umT5)."""
-        c, biases = self.config, []
-        shape = (c.relative_attention_num_buckets, c.num_heads)
-        for i in range(depth if c.bias_in_every_layer else 1):
-            key = f"{name}.block.{i}.layer.0.SelfAttention.relative_attention_bias.weight"
-            weight = weights.take(key, *shape).astype(mx.float32)
-            mx.eval(weight)
-            biases.append(RelativeBias(c, weight, name == "encoder", self.head.dtype))
-        blocks = (f"{name}.block.{i}" for i in range(depth))
-        return [Layer(c, weights, b, name == "decoder") for b in blocks], biases
+        c, blocks = self.config, [f"{name}.block.{i}" for i in range(depth)]
+        own = blocks if c.bias_in_every_layer else blocks[:1]
+        biases = [RelativeBias(c, weights, block, self.head.dtype) for block in own]
+        return [Layer(c, weights, block, name == "decoder") for block in blocks], biases
 
     def embed(self, tokens):
         """The residual stream is float32 in every precision: in float16 many T5s overflow it."""
@@ -461,9 +342,7 @@ class T5:
             raise ValueError(f"the prompt must be (S,) integer ids, at least one, not {found}")
         wrong = [i for i in prompt.tolist() if not 0 <= i < self.vocab_size]
         if wrong:
-            raise ValueError(
-                f"token id {wrong[0]} in the prompt; the model has {self.vocab_size} ids"
-            )
+            raise ValueError(f"token id {wrong[0]} in the prompt; there are {self.vocab_size} ids")
         memory = self.encode(prompt.astype(mx.uint32))
         cross = [layer.cross_attention for layer in self.decoder[0]]
         cache = Cache([LayerCache(*a.split(a.kv(memory), 2)) for a in cross])
@@ -477,15 +356,11 @@ class T5:
         """
         if tokens.ndim != 1 or tokens.size == 0:
             raise ValueError(f"decode takes (L,) token ids, at least one, not {tokens.shape}")
-        self.passes += 1
-        if self.passes > SETTLED and self.passes % 4 == 0 and self.small_pages:  # it takes time
-            weight = np.array(self.small_pages.pop(), copy=False)
-            fast_blas.use_large_pages(weight.ctypes.data, weight.nbytes)
+        self.large_pages.count_pass()
         logits, done = [], 0
         while done < tokens.size:
             # How many keys a row sees, masked or not, is told by its position alone.
-            room = CHUNK - cache.offset % CHUNK
-            width = min(tokens.size - done, room)
+            width = min(tokens.size - done, CHUNK - cache.offset % CHUNK)
             width = math.ceil(width / math.ceil(width / self.widths[1]))  # in equal parts
             logits.append(self._block(tokens[done : done + width], cache))
             done += width
@@ -502,7 +377,8 @@ class T5:
         biases = [b.decoder(position, width, keys) for b in biases]
         x = self.embed(tokens)
         for i, (layer, layer_cache) in enumerate(zip(layers, cache.layers, strict=True)):
-            x = layer.decode(x, biases[i % len(biases)], layer_cache, new)
+            x = layer.decode(x, biases[i % len(biases)], layer_cache, position, new)
+        cache.offset += new
         return self.head(self.decoder_norm(x))[:new]
 
 

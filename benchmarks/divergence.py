@@ -9,7 +9,7 @@ tie, another token wins. The models here are made so that near ties abound: rand
 head whose rows come in pairs that differ by about the rounding error. Every prompt draws its own
 draft length from 1 to 24. The draft model knows the plain text and gets every fifth token wrong.
 "any width" is this example with passes as wide as the drafts happen to be, as other engines have
-them, over a fifth of the prompts; the other rows are as it is shipped (see T5._find_widths).
+them, over a fifth of the prompts; the other rows are as it is shipped (see cpu.find_widths).
 """
 
 import sys
@@ -167,7 +167,8 @@ def ours(folder, draft_folder, prompts, precisions, size, eos, max_tokens):
     import fast_blas  # noqa: F401  isort: skip
 
     from convert import convert
-    from model import MAX_WIDTH, load
+    from cpu import MAX_WIDTH
+    from model import load
 
     draft_model = load(draft_folder)[0] if draft_folder else None
     for precision in precisions:

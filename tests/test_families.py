@@ -65,7 +65,7 @@ def test_greedy_text_is_that_of_transformers(name):
 @pytest.mark.parametrize("name", ["t5-v1.0", "mt5", "umt5", "odd-sizes"])
 def test_the_code_for_other_devices(name, monkeypatch):
     """What runs on a GPU computes the same, here on the CPU."""
-    monkeypatch.setattr("model.on_cpu", lambda: False)
+    monkeypatch.setattr("cpu.in_use", lambda: False)
     model, golden = load(GOLDEN / name)[0], np.load(GOLDEN / name / "golden.npz")
     fed = mx.array(golden["fed"])
     cache, _ = model.start(mx.array(golden["prompt"]))

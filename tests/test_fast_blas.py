@@ -98,7 +98,7 @@ def test_untouched_elsewhere(fresh, monkeypatch, capsys, where):
 
 @linux
 def test_every_entry_point_imports_it_before_mlx():
-    for module in ("model", "convert", "checkpoint", "main"):
+    for module in ("model", "cpu", "convert", "checkpoint", "main"):
         code = f"import {module}, fast_blas; print(fast_blas.path)"
         done = subprocess.run(
             [sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True

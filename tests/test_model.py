@@ -12,7 +12,9 @@ import mlx.core as mx
 import numpy as np
 import pytest
 
-from model import CHUNK, MAX_WIDTH, SETTLED, STEP, LayerCache, attend_on_cpu, load, on_cpu
+import cpu
+from cpu import CHUNK, MAX_WIDTH, SETTLED, STEP
+from model import LayerCache, load
 
 ROOT = Path(__file__).parent.parent
 DEMO = ROOT / "demo" / "t5-demo"
@@ -78,13 +80,15 @@ def test_pieces_of_any_length_give_the_same_bits(model):
 @pytest.mark.parametrize("sees", [False, True])
 def test_where_masked_keys_matter_the_first_chunk_is_taken_whole(monkeypatch, sees):
     """The self-check finds out, and bits stay independent of how a text is fed."""
-    if not on_cpu():
+    if not cpu.in_use():
         pytest.skip("the CPU's attention")
 
-    def attend(q, k, v, bias):
-        return attend_on_cpu(q, k, v, bias) * (1 + sees * k.shape[2] / 1000)
+    right = cpu.attend
 
-    monkeypatch.setattr("model.attend_on_cpu", attend)
+    def attend(q, k, v, bias):
+        return right(q, k, v, bias) * (1 + sees * k.shape[2] / 1000)
+
+    monkeypatch.setattr("cpu.attend", attend)
     model, _ = load(GOLDEN / "flan-t5")
     assert model.step == (CHUNK if sees else STEP)
     tokens, rows = text(CHUNK + 20), []
@@ -151,17 +155,29 @@ def test_logits_depend_on_the_whole_prompt_and_text(model):
 @pytest.mark.parametrize("keys", [1, 20, 37, 129, 255, 256, 257, 400, 900, 2000])
 def test_attention_does_not_depend_on_its_width(keys):
     """With two threads and many keys MKL would split the sum over them, depending on the width."""
-    if not on_cpu():
+    if not cpu.in_use():
         pytest.skip("the CPU's attention")
     model, _ = load(GOLDEN / "t5-v1.0")
     q, k = (mx.random.normal((4, n, 64), key=mx.random.key(n)) for n in (MAX_WIDTH, keys))
     cache = LayerCache(k, k)
     widths = range(model.widths[0], MAX_WIDTH + 1)
-    keys_and_values = cache.cross_keys, cache.cross_values, None
-    rows = [attend_on_cpu(q[:, :n], *keys_and_values)[:, :2] for n in widths]
+    keys_and_values = cache.cross_keys, cache.cross_values
+    rows = [cpu.attend(q[:, :n], *keys_and_values)[:, :2] for n in widths]
     assert all(mx.array_equal(row, rows[0]) for row in rows)
     exact = mx.fast.scaled_dot_product_attention(q[None], k[None], k[None], scale=1.0)
     assert mx.allclose(rows[0], exact[0, :, :2], atol=1e-5)
+
+
+@pytest.mark.parametrize("keys", [5, 32, 33, 1024, 1025, 1056, 2080])
+def test_a_prompt_of_any_length_is_attended_to(keys):
+    """Longer ones in turns of 1,024 queries, of which the last turn may have a few."""
+    if not cpu.in_use():
+        pytest.skip("the CPU's attention")
+    q, k, v = (mx.random.normal((4, keys, 16), key=mx.random.key(i)) for i in range(3))
+    bias = mx.random.normal((4, keys, keys), key=mx.random.key(3))
+    y = cpu.attend(q, k.swapaxes(1, 2), v, bias)
+    exact = mx.fast.scaled_dot_product_attention(q[None], k[None], v[None], scale=1.0, mask=bias)
+    assert y.shape == q.shape and mx.allclose(y, exact[0], atol=1e-5)
 
 
 def test_ids_beyond_the_table_read_its_last_row(model):
@@ -172,7 +188,7 @@ def test_ids_beyond_the_table_read_its_last_row(model):
 
 
 def test_after_some_passes_matrices_move_to_large_pages_one_by_one(monkeypatch):
-    if not on_cpu():
+    if not cpu.in_use():
         pytest.skip("matrices in the processor's memory")
     moved = []
     monkeypatch.setattr("fast_blas.use_large_pages", lambda *memory: moved.append(memory))
