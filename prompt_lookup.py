@@ -1,10 +1,11 @@
 """Prompt lookup decoding: an n-gram search finds the draft, no second model does (Saxena 2023).
 
 The last n tokens are looked up in the prompt and in what was written so far, from n = ngram_max
-down to ngram_min; what followed them there is the draft. All n and all places are compared at
-once: a few array operations, whatever the length of the text.
+down to ngram_min; what followed them there is the draft. The search is a few array operations,
+whatever the length of the text.
 """
 
+import functools
 import math
 
 import mlx.core as mx
@@ -17,25 +18,24 @@ NONE, SEAM = 2**32 - 1, 2**32 - 4
 CHUNK = 1024  # the buffer grows by this many tokens
 
 
-def match_lengths(buffer, size, n):
-    """At every place of a text, how many of its last n tokens stand there. Not evaluated.
+@functools.lru_cache(maxsize=8)
+def constants(n):
+    """Row numbers (n, 1) and ids that match nothing (n,)."""
+    rows = mx.arange(1, n + 1, dtype=mx.uint8 if n < 256 else mx.uint32)[:, None]
+    none = mx.full((n,), NONE, mx.uint32)
+    mx.eval(rows, none)
+    return rows, none
 
-    Args:
-        buffer: (B,) uint32: n times NONE, the texts with SEAM + i behind text i, maybe NONE to the
-            end; B > n + 1.
-        size: () integer array: how many entries come before those last NONE. Inside a pass's graph
-            only the device knows.
 
-    Returns the greatest length () and all of them, (B - n - 1,), uint8 if n < 256: at place j of
-    the tokens that end at buffer[j + n], 0 where there is no token behind them.
+def mismatches(buffer, suffix, places):
+    """How many of the last n tokens, suffix (n,), do not match at each place -> (places,).
+
+    Place j is the n ids that end at buffer[j + n]. All n and all places are compared at once.
     """
-    dtype = mx.uint8 if n < 256 else mx.uint32
-    suffix = mx.slice(buffer, size - n, (0,), (n,))[:, None]
-    windows = mx.as_strided(buffer, (n, buffer.size - n - 1), (1, 1), 1)  # nothing is copied
-    different = (windows != suffix).view(mx.uint8) * mx.arange(1, n + 1, dtype=dtype)[:, None]
-    real = buffer[n:] < SEAM
-    lengths = (n - mx.max(different, axis=0)) * (real[:-1] & real[1:]).view(mx.uint8)
-    return mx.max(lengths), lengths
+    n = suffix.size
+    windows = mx.as_strided(buffer, (n, places), (1, 1), 1)  # a column per place; nothing is copied
+    rows, _ = constants(n)  # the last row that differs tells how many do not match
+    return mx.max((windows != suffix[:, None]).view(mx.uint8) * rows, axis=0)
 
 
 def find_draft(
@@ -59,19 +59,38 @@ def find_draft(
     check(1 <= ngram_min <= ngram_max, "ngram_min", ngram_min, f"1 to ngram_max, {ngram_max}")
     check(num_draft >= 0, "num_draft", num_draft, "0 or more")
     check(0 <= seam <= size, "seam", seam, f"in the context, 0 to {size}")
-    if min(size - seam, size - 1, num_draft) < 1:
+    n = min(ngram_max, size - seam, size - 1)
+    if n < ngram_min or num_draft == 0:
         return nothing
-    n, context = min(ngram_max, size), context.astype(mx.uint32)
-    border = mx.array([SEAM], mx.uint32) if seam else nothing
-    none = mx.full((n,), NONE, mx.uint32)
-    buffer = mx.concatenate([none, context[:seam], border, context[seam:]])
-    longest, lengths = match_lengths(buffer, mx.array(buffer.size), n)
-    longest, place = read(longest, mx.argmax(lengths))  # argmax takes the earliest
-    if longest.item() < ngram_min:
+    context, (_, none) = context.astype(mx.uint32), constants(n)
+    parts = [none, context[:seam], none[:1], context[seam:]] if seam else [none, context]
+    buffer = mx.concatenate(parts)
+    wrong = mismatches(buffer, buffer[-n:], buffer.size - n - 1)
+    if seam:
+        wrong[seam - 1] = n  # it ends at the seam: nothing to draft
+    place, fewest = read(mx.argmin(wrong), mx.min(wrong))  # argmin takes the earliest
+    if n - fewest.item() < ngram_min:
         return nothing
-    start = place.item() + 1
-    start, stop = (start, seam) if start <= seam else (start - bool(seam), size)
+    start, stop = place.item() + 1, seam
+    if start > seam:  # in the generated text, behind the id at the seam
+        start, stop = start - bool(seam), size
     return context[start : min(start + num_draft, stop)]
+
+
+def match_lengths(buffer, size, n):
+    """The search inside a pass's graph, where only the device knows how long the text is.
+
+    Args:
+        buffer: (B,) uint32: n <= 127 times NONE, the texts with SEAM + i behind text i, NONE to
+            the end, once or more.
+        size: () integer array: how many entries come before those last NONE.
+
+    Returns how many of the last n tokens stand at each place, (B - n - 1,) uint8, 0 where no token
+    follows at buffer[j + n + 1], and the most of them, ().
+    """
+    wrong = mismatches(buffer, mx.slice(buffer, size - n, (0,), (n,)), buffer.size - n - 1)
+    lengths = (n - wrong) * (buffer[n + 1 :] < SEAM).view(mx.uint8)
+    return lengths, mx.max(lengths)
 
 
 class PromptLookupDecoder(DraftingDecoder):
@@ -159,7 +178,7 @@ class LookupDrafter:
         self._choose(*search, k)
         return right, right < len(pairs)
 
-    def _choose(self, longest, lengths, k=0):
+    def _choose(self, lengths, longest, k=0):
         """Chooses among the places of the longest match; the host knows the text by now."""
         self.length, self.found, places = longest.item(), [], []
         if self.length >= self.least:
