@@ -81,7 +81,7 @@ def as_ids(name, ids):
     found = f"{str(ids.dtype).split('.')[-1]} of shape {ids.shape}"
     integer = ids.size == 0 or mx.issubdtype(ids.dtype, mx.integer)
     check(ids.ndim == 1 and integer, f"the {name}", found, wanted)
-    least = mx.min(ids).item() if ids.size else 0
+    least: Any = mx.min(ids).item() if ids.size else 0
     check(least >= 0, f"a token id of the {name}", least, "0 or more")
     return ids.astype(mx.uint32)
 

@@ -75,7 +75,7 @@ class TextStream:
             return [(text[done:end], self.drafted[-1])] if end > done else []
         for i in range(first, len(self.ids)):
             part = self._decode(self.ids[: i + 1])
-            while done < min(end, len(os.path.commonprefix([part, text]))):  # it ends in token i
+            while done < end and part.startswith(text[: done + 1]):  # it ends in token i
                 marks.append((text[done], all(self.drafted[first : i + 1])))
                 done += 1
                 first = i if len(part) > done else i + 1  # where the next character begins

@@ -175,12 +175,13 @@ class LookupDrafter:
         right = next((i for i, (a, b) in enumerate(pairs) if a != b), len(pairs))
         self.copied = (self.place if k else self.copied) + len(output)
         self.text += output
-        self._choose(*search, k)
+        self._choose(*search, k=k)
         return right, right < len(pairs)
 
     def _choose(self, lengths, longest, k=0):
         """Chooses among the places of the longest match; the host knows the text by now."""
-        self.length, self.found, places = longest.item(), [], []
+        places: list[int] = []
+        self.length, self.found = longest.item(), []
         if self.length >= self.least:
             lengths, end = bytes(memoryview(lengths)), lengths.size
             while len(places) < 64 and (end := lengths.rfind(self.length, 0, end)) >= 0:

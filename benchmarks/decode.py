@@ -244,7 +244,7 @@ def measure(folders, size, long_prompt, prompts, runs, began):
             for engine, mode in tasks:
                 answer = engine.ask(ids=prompt, mode=mode, tokens=tokens, fixed=fixed)
                 key = engine.name, mode
-                texts[*key, i], passes[*key, i], seconds = answer
+                texts[(*key, i)], passes[(*key, i)], seconds = answer
                 took[key][i].append(seconds)
         longest = max(longest, time.perf_counter() - run_began)
         note(f"run {run + 1} of at most {runs}, {time.perf_counter() - began:.0f} s")

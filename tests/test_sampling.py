@@ -167,7 +167,7 @@ def distribution(model, sampling):
             logits = np.array(model.decode(tokens, cache)[-1], np.float64)
             for i, more in enumerate(reference_p(logits, **options)):
                 if more > 0:
-                    longer[*text, i] = p * more
+                    longer[(*text, i)] = p * more
         texts = longer
     assert sum(texts.values()) == pytest.approx(1)
     return texts

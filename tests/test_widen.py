@@ -29,7 +29,8 @@ def wide(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def prompts():
-    edits = [json.loads(line) for line in (ROOT / "demo" / "edits.jsonl").open()]
+    lines = (ROOT / "demo" / "edits.jsonl").read_text().splitlines()
+    edits = [json.loads(line) for line in lines]
     return [edit["prompt"] for edit in edits[::80]]
 
 
