@@ -145,7 +145,7 @@ class LookupDrafter:
         self.length, self.doubt, self.place, self.found = 0, 0, 0, []
         if texts[-1]:
             self._grow(self.start)
-            self._choose(*read(*match_lengths(self.buffer, mx.array(self.start), self.n)))
+            self._choose(0, *read(*match_lengths(self.buffer, mx.array(self.start), self.n)))
 
     def limit(self, costs):
         return len(self.found)
@@ -175,10 +175,10 @@ class LookupDrafter:
         right = next((i for i, (a, b) in enumerate(pairs) if a != b), len(pairs))
         self.copied = (self.place if k else self.copied) + len(output)
         self.text += output
-        self._choose(*search, k=k)
+        self._choose(k, *search)
         return right, right < len(pairs)
 
-    def _choose(self, lengths, longest, k=0):
+    def _choose(self, k, lengths, longest):
         """Chooses among the places of the longest match; the host knows the text by now."""
         places: list[int] = []
         self.length, self.found = longest.item(), []
