@@ -17,6 +17,9 @@ from typing import Any, NamedTuple
 
 import mlx.core as mx
 
+CALM = 8  # passes without a right draft after which plain passes begin early, see _draft
+EARLY = -1  # in place of a draft length: such a pass
+
 
 class Token(NamedTuple):
     """A token of the output: its id, and whether it was drafted (and accepted)."""
@@ -148,129 +151,6 @@ class Sampler:
         return tokens, mx.take_along_axis(scores, tokens[:, None], axis=-1)[:, 0]
 
 
-EARLY = -1  # in place of a draft length: a plain pass that began before the last one was read
-CALM = 8  # passes without a right draft after which plain passes begin early
-
-
-class DraftLength:
-    """How many tokens to draft for the next pass, 0 included.
-
-    Text that a drafter can foresee comes in runs. A run has as many tokens however it is written,
-    so that length is best which writes the rest of the run at the least cost. The chance that the
-    next draft token is right is counted in a table, old trials fading, by the length of the
-    evidence: of the matching n-gram, or of the run of drafts that were right. It grows by one along
-    a draft. The first token's chance also depends on `doubt`, a small number for whatever else the
-    drafter knows. The cost of a width is the median of its last passes, in plain passes, drawn
-    towards a line through all of them. Where nothing is drafted, one token is tried now and then:
-    so seldom that it loses about 1 %.
-
-    Args:
-        ceiling: The most tokens to draft.
-        cost: cost(k) of drafting k tokens and verifying them in one pass, in any unit, cost(0) > 0;
-            None: learnt from `timed`.
-        chances: What the table begins with.
-    """
-
-    CHANCES = (0.1, 0.45, 0.6, 0.75, 0.9, 0.96, 0.98)  # at lengths 0, 1, 2, 4, 8, 16, 32 and more
-    DOUBTS = (1.0, 0.7, 0.4)
-    FADE, AHEAD, SLOPE = 0.99, 8, 0.15
-
-    def __init__(self, ceiling=24, cost=None, chances=CHANCES):
-        self.ceiling, self.learns, self.chances = ceiling, cost is None, chances
-        self.trials = {}  # (length's group, doubt): [right, tried]
-        self.idle, self.patience = 0, 8  # passes without a draft; after how many to try one
-        self.trying = False
-        self.calm = 0  # passes since a right draft
-        self.seconds = {}  # of the last passes of each width
-        self.costs = [cost(k) / cost(0) if cost else 1 + self.SLOPE * k for k in range(ceiling + 1)]
-        self.plain, self.spent = None, 1.0  # seconds of a plain pass; such passes, by the last one
-
-    def _trial(self, length, doubt, i):
-        key = min((length + i).bit_length(), 6), doubt if i == 0 else None
-        if key not in self.trials:
-            chance = self.chances[key[0]] * (self.DOUBTS[doubt % 3] if i == 0 else 1)
-            self.trials[key] = [chance, 1.0]
-        return self.trials[key]
-
-    def choose(self, length, doubt, limit):
-        """The evidence, and how many tokens there are to draft or to use -> 0 to limit."""
-        top, costs, limit = self.ceiling, self.costs, min(limit, self.ceiling)
-        if self.learns:
-            known = len(self.seconds.get(0, ())) > 1  # what a plain pass takes
-            limit = min(limit, 4 * max(1, *self.seconds)) if known else 0  # no great surprises
-        self.calm += 1
-        if limit <= 0:
-            return 0
-        trials = (self._trial(length, doubt, i) for i in range(self.AHEAD + 1))
-        chances = [right / tried for right, tried in trials]
-        last = min(chances[-1], 0.995)
-        chances += [last] * top
-        # rest[i]: the least cost of the rest of the run once its first i tokens are written
-        steady = min(costs[k] / (1 - last ** (k + 1)) for k in range(top + 1))
-        rest = [steady] * (self.AHEAD + top + 2)
-        for i in range(self.AHEAD - 1, -1, -1):
-            best, rest[i], reach = 0, math.inf, 1.0
-            for k in range((top if i else limit) + 1):
-                if costs[k] >= rest[i]:
-                    break
-                reach *= chances[i + k]
-                if costs[k] + reach * rest[i + k + 1] < rest[i] - 1e-9:
-                    best, rest[i] = k, costs[k] + reach * rest[i + k + 1]
-        # The world may have changed; but what one token costs more than it can gain is seldom paid.
-        self.trying = best == 0 and self.idle >= max(self.patience, 100 * (costs[1] - 2))
-        best = 1 if self.trying else best
-        self.spent = costs[best]
-        return best
-
-    def update(self, length, doubt, k, right, wrong):
-        """After a pass that drafted k tokens, timed first: so many of the drafter's tokens,
-        verified or not, were right; was the next one wrong?"""
-        for i in range(right + wrong):
-            trial = self._trial(length, doubt, i)
-            trial[:] = self.FADE * trial[0] + (i < right), self.FADE * trial[1] + 1
-        if min(right, k):
-            self.calm = 0
-        if k == 0:
-            self.idle += self.learns or right + wrong == 0
-        elif not self.trying:
-            self.idle, self.patience = 0, 8
-        else:
-            loss = self.spent - min(right, k) - 1
-            self.idle, self.patience = 0, min(max(100 * loss, 2), 512)
-            for last in self.seconds.values():  # costs may have changed as well
-                del last[: len(last) > 1]
-
-    def timed(self, k, seconds, steady=True):
-        """A pass took so long, its drafting included; steady: nothing that comes once. k may be
-        EARLY: the time since the last pass was read."""
-        if not self.learns:
-            return
-        if not steady:
-            self.spent = seconds / (self.plain or seconds)
-            return
-        self.seconds.setdefault(k, []).append(seconds)
-        del self.seconds[k][:-5]
-        if 0 not in self.seconds:
-            return
-        # The lower median: a disturbed pass is slow. What is wider is not cheaper.
-        typical = {j: sorted(last)[(len(last) - 1) // 2] for j, last in self.seconds.items()}
-        few = EARLY if len(self.seconds.get(EARLY, ())) < 3 else None
-        self.plain = min(t for j, t in typical.items() if j != few)
-        ratios = [(j, t / self.plain, len(self.seconds[j])) for j, t in typical.items() if j > 0]
-        # Least squares of relative errors for 1 + jump + slope * j, with a prior
-        s0, s1, s2, t0, t1 = 1.0, 0.0, 0.5, 0.0, 0.5 * self.SLOPE
-        for j, r, n in ratios:
-            w = n / r**2
-            s0, s1, s2 = s0 + w, s1 + w * j, s2 + w * j * j
-            t0, t1 = t0 + w * (r - 1), t1 + w * j * (r - 1)
-        slope = max((s0 * t1 - s1 * t0) / (s0 * s2 - s1 * s1), 0.0)
-        jump = max((t0 - s1 * slope) / s0, 0.0)
-        self.costs = [1.0] + [1 + jump + slope * j for j in range(1, self.ceiling + 1)]
-        for j, r, n in ratios:
-            self.costs[j] = (n + 1) / (1 / self.costs[j] + n / r)
-        self.spent = self.costs[max(k, 0)]
-
-
 class Decoder:
     """Plain decoding with the target model: one token per pass.
 
@@ -362,7 +242,7 @@ class DraftingDecoder(Decoder):
             the target's choice. At 0 the text is what the target alone would write.
     """
 
-    chances = DraftLength.CHANCES
+    chances: tuple | None = None  # what DraftLength's table begins with
 
     def __init__(self, model, eos_id=1, num_draft=None, fixed_draft=False, delta=0.0, **sampling):
         super().__init__(model, eos_id, **sampling)
@@ -412,6 +292,8 @@ class DraftingDecoder(Decoder):
             k = 0 if early else wanted
             logits, arrays = ahead or self._begin(cache, token, k, position, drafter)
             ahead = None
+            # Where drafts have not been right for long, the next plain pass begins before the last
+            # one is read, as in plain decoding; a draft that does pay comes one pass later then.
             if wanted == 0 and policy.calm >= CALM and 0 < position < max_tokens - 1:
                 ahead = self._begin(cache, arrays[0], 0, position + 1, drafter)
             output, accepted, values, *found = read(*arrays)
@@ -507,3 +389,122 @@ class ModelDrafter:
         self.cache.trim(max(k - 1 - n, 0))  # the last draft token was never fed
         self.unfed = output[n - 1 :] if n == k else output[n:]
         return n, n < k
+
+
+class DraftLength:
+    """How many tokens to draft for the next pass, 0 included.
+
+    Text that a drafter can foresee comes in runs. A run has as many tokens however it is written,
+    so that length is best which writes the rest of the run at the least cost. The chance that the
+    next draft token is right is counted in a table, old trials fading, by the length of the
+    evidence: of the matching n-gram, or of the run of drafts that were right. It grows by one along
+    a draft. The first token's chance also depends on `doubt`, a small number for whatever else the
+    drafter knows. The cost of a width is the median of its last passes, in plain passes, drawn
+    towards a line through all of them. Where nothing is drafted, one token is tried now and then:
+    so seldom that it loses about 1 %.
+
+    Args:
+        ceiling: The most tokens to draft.
+        cost: cost(k) of drafting k tokens and verifying them in one pass, in any unit, cost(0) > 0;
+            None: learnt from `timed`.
+        chances: What the table begins with; None: CHANCES.
+    """
+
+    CHANCES = (0.1, 0.45, 0.6, 0.75, 0.9, 0.96, 0.98)  # at lengths 0, 1, 2, 4, 8, 16, 32 and more
+    DOUBTS = (1.0, 0.7, 0.4)
+    FADE, AHEAD, SLOPE = 0.99, 8, 0.15
+
+    def __init__(self, ceiling=24, cost=None, chances=None):
+        self.ceiling, self.learns, self.chances = ceiling, cost is None, chances or self.CHANCES
+        self.trials = {}  # (length's group, doubt): [right, tried]
+        self.idle, self.patience = 0, 8  # passes without a draft; after how many to try one
+        self.trying = False
+        self.calm = 0  # passes since a right draft
+        self.seconds = {}  # of the last passes of each width
+        self.costs = [cost(k) / cost(0) if cost else 1 + self.SLOPE * k for k in range(ceiling + 1)]
+        self.plain, self.spent = None, 1.0  # seconds of a plain pass; such passes, by the last one
+
+    def _trial(self, length, doubt, i):
+        key = min((length + i).bit_length(), 6), doubt if i == 0 else None
+        if key not in self.trials:
+            chance = self.chances[key[0]] * (self.DOUBTS[doubt % 3] if i == 0 else 1)
+            self.trials[key] = [chance, 1.0]
+        return self.trials[key]
+
+    def choose(self, length, doubt, limit):
+        """The evidence, and how many tokens there are to draft or to use -> 0 to limit."""
+        top, costs, limit = self.ceiling, self.costs, min(limit, self.ceiling)
+        if self.learns:
+            known = len(self.seconds.get(0, ())) > 1  # what a plain pass takes
+            limit = min(limit, 4 * max(1, *self.seconds)) if known else 0  # no great surprises
+        self.calm += 1
+        if limit <= 0:
+            return 0
+        trials = (self._trial(length, doubt, i) for i in range(self.AHEAD + 1))
+        chances = [right / tried for right, tried in trials]
+        last = min(chances[-1], 0.995)
+        chances += [last] * top
+        # rest[i]: the least cost of the rest of the run once its first i tokens are written
+        steady = min(costs[k] / (1 - last ** (k + 1)) for k in range(top + 1))
+        rest = [steady] * (self.AHEAD + top + 2)
+        for i in range(self.AHEAD - 1, -1, -1):
+            best, rest[i], reach = 0, math.inf, 1.0
+            for k in range((top if i else limit) + 1):
+                if costs[k] >= rest[i]:
+                    break
+                reach *= chances[i + k]
+                if costs[k] + reach * rest[i + k + 1] < rest[i] - 1e-9:
+                    best, rest[i] = k, costs[k] + reach * rest[i + k + 1]
+        # The world may have changed; but what one token costs more than it can gain is seldom paid.
+        self.trying = best == 0 and self.idle >= max(self.patience, 100 * (costs[1] - 2))
+        best = 1 if self.trying else best
+        self.spent = costs[best]
+        return best
+
+    def update(self, length, doubt, k, right, wrong):
+        """After a pass that drafted k tokens, timed first: so many of the drafter's tokens,
+        verified or not, were right; was the next one wrong?"""
+        for i in range(right + wrong):
+            trial = self._trial(length, doubt, i)
+            trial[:] = self.FADE * trial[0] + (i < right), self.FADE * trial[1] + 1
+        if min(right, k):
+            self.calm = 0
+        if k == 0:
+            self.idle += self.learns or right + wrong == 0
+        elif not self.trying:
+            self.idle, self.patience = 0, 8
+        else:
+            loss = self.spent - min(right, k) - 1
+            self.idle, self.patience = 0, min(max(100 * loss, 2), 512)
+            for last in self.seconds.values():  # costs may have changed as well
+                del last[: len(last) > 1]
+
+    def timed(self, k, seconds, steady=True):
+        """A pass took so long, its drafting included; steady: nothing that comes once. k may be
+        EARLY: the time since the last pass was read."""
+        if not self.learns:
+            return
+        if not steady:
+            self.spent = seconds / (self.plain or seconds)
+            return
+        self.seconds.setdefault(k, []).append(seconds)
+        del self.seconds[k][:-5]
+        if 0 not in self.seconds:
+            return
+        # The lower median: a disturbed pass is slow. What is wider is not cheaper.
+        typical = {j: sorted(last)[(len(last) - 1) // 2] for j, last in self.seconds.items()}
+        few = EARLY if len(self.seconds.get(EARLY, ())) < 3 else None
+        self.plain = min(t for j, t in typical.items() if j != few)
+        ratios = [(j, t / self.plain, len(self.seconds[j])) for j, t in typical.items() if j > 0]
+        # Least squares of relative errors for 1 + jump + slope * j, with a prior
+        s0, s1, s2, t0, t1 = 1.0, 0.0, 0.5, 0.0, 0.5 * self.SLOPE
+        for j, r, n in ratios:
+            w = n / r**2
+            s0, s1, s2 = s0 + w, s1 + w * j, s2 + w * j * j
+            t0, t1 = t0 + w * (r - 1), t1 + w * j * (r - 1)
+        slope = max((s0 * t1 - s1 * t0) / (s0 * s2 - s1 * s1), 0.0)
+        jump = max((t0 - s1 * slope) / s0, 0.0)
+        self.costs = [1.0] + [1 + jump + slope * j for j in range(1, self.ceiling + 1)]
+        for j, r, n in ratios:
+            self.costs[j] = (n + 1) / (1 / self.costs[j] + n / r)
+        self.spent = self.costs[max(k, 0)]
