@@ -7,6 +7,9 @@ knows token ids only, and asks of a model no more than
     cache, token = model.start(prompt)      # (S,) uint32 -> fresh cache, first token to feed (1,)
     logits = model.decode(tokens, cache)    # (L,) uint32 -> (L, vocab); the cache grows by L
     cache.trim(n)                           # forget the last n tokens
+
+and, where it has them, model.is_encoder_decoder (True: prompt and output are two texts, no n-gram
+spans them) and model.vocab_size (the width of its logits).
 """
 
 import functools
@@ -289,7 +292,7 @@ class DraftingDecoder(Decoder):
             limit = min(drafter.limit(policy.costs), max_tokens - position - 1)
             evidence = drafter.length, drafter.doubt
             wanted = min(limit, fixed) if self.fixed_draft else policy.choose(*evidence, limit)
-            k = 0 if early else wanted
+            k = 0 if early else wanted  # wanted then tells whether the next pass begins early, too
             logits, arrays = ahead or self._begin(cache, token, k, position, drafter)
             ahead = None
             # Where drafts have not been right for long, the next plain pass begins before the last
@@ -398,10 +401,10 @@ class DraftLength:
     so that length is best which writes the rest of the run at the least cost. The chance that the
     next draft token is right is counted in a table, old trials fading, by the length of the
     evidence: of the matching n-gram, or of the run of drafts that were right. It grows by one along
-    a draft. The first token's chance also depends on `doubt`, a small number for whatever else the
-    drafter knows. The cost of a width is the median of its last passes, in plain passes, drawn
-    towards a line through all of them. Where nothing is drafted, one token is tried now and then:
-    so seldom that it loses about 1 %.
+    a draft. The first token's chance also depends on `doubt`, for what else the drafter knows (0,
+    1, 2: less and less sure; 3, 4, 5: the same in another situation). The cost of a width is the
+    median of its last passes, in plain passes, drawn towards a line through all of them. Where
+    nothing is drafted, one token is tried now and then: so seldom that it loses about 1 %.
 
     Args:
         ceiling: The most tokens to draft.
@@ -417,8 +420,8 @@ class DraftLength:
     def __init__(self, ceiling=24, cost=None, chances=None):
         self.ceiling, self.learns, self.chances = ceiling, cost is None, chances or self.CHANCES
         self.trials = {}  # (length's group, doubt): [right, tried]
-        self.idle, self.patience = 0, 8  # passes without a draft; after how many to try one
-        self.trying = False
+        self.idle, self.patience = 0, 8  # passes without a draft; after how many to try one token
+        self.trying = False  # is the draft of this pass such a trial?
         self.calm = 0  # passes since a right draft
         self.seconds = {}  # of the last passes of each width
         self.costs = [cost(k) / cost(0) if cost else 1 + self.SLOPE * k for k in range(ceiling + 1)]
@@ -435,8 +438,11 @@ class DraftLength:
         """The evidence, and how many tokens there are to draft or to use -> 0 to limit."""
         top, costs, limit = self.ceiling, self.costs, min(limit, self.ceiling)
         if self.learns:
-            known = len(self.seconds.get(0, ())) > 1  # what a plain pass takes
-            limit = min(limit, 4 * max(1, *self.seconds)) if known else 0  # no great surprises
+            if len(self.seconds.get(0, ())) < 2:  # is it known what a plain pass takes?
+                limit = 0
+            limit = min(
+                limit, 4 * max([1, *self.seconds])
+            )  # and up to four times the widest so far
         self.calm += 1
         if limit <= 0:
             return 0
@@ -470,14 +476,16 @@ class DraftLength:
         if min(right, k):
             self.calm = 0
         if k == 0:
-            self.idle += self.learns or right + wrong == 0
+            if self.learns or right + wrong == 0:  # else the chances are learnt without a draft
+                self.idle += 1
         elif not self.trying:
             self.idle, self.patience = 0, 8
         else:
-            loss = self.spent - min(right, k) - 1
+            loss = self.spent - min(right, k) - 1  # in plain passes
             self.idle, self.patience = 0, min(max(100 * loss, 2), 512)
             for last in self.seconds.values():  # costs may have changed as well
-                del last[: len(last) > 1]
+                if len(last) > 1:
+                    del last[0]
 
     def timed(self, k, seconds, steady=True):
         """A pass took so long, its drafting included; steady: nothing that comes once. k may be
@@ -491,10 +499,10 @@ class DraftLength:
         del self.seconds[k][:-5]
         if 0 not in self.seconds:
             return
-        # The lower median: a disturbed pass is slow. What is wider is not cheaper.
+        # The lower median, since a disturbed pass is slow. One short EARLY tells little.
         typical = {j: sorted(last)[(len(last) - 1) // 2] for j, last in self.seconds.items()}
         few = EARLY if len(self.seconds.get(EARLY, ())) < 3 else None
-        self.plain = min(t for j, t in typical.items() if j != few)
+        self.plain = min(t for j, t in typical.items() if j != few)  # what is wider is not cheaper
         ratios = [(j, t / self.plain, len(self.seconds[j])) for j, t in typical.items() if j > 0]
         # Least squares of relative errors for 1 + jump + slope * j, with a prior
         s0, s1, s2, t0, t1 = 1.0, 0.0, 0.5, 0.0, 0.5 * self.SLOPE

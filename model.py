@@ -1,7 +1,8 @@
 """T5 in MLX: encoder, decoder, KV cache, and `load` for Hugging Face checkpoints.
 
 Raffel et al. 2020, "Exploring the Limits of Transfer Learning with a Unified Text-to-Text
-Transformer" (https://arxiv.org/abs/1910.10683), and its family: v1.1, FLAN, mT5, ByT5, UL2, umT5.
+Transformer" (https://arxiv.org/abs/1910.10683), and its family: v1.1, FLAN, mT5, MADLAD-400,
+ByT5, UL2, umT5, CodeT5.
 There is no batch dimension: activations are (positions, features).
 """
 
@@ -35,7 +36,7 @@ ACTIVATIONS = {
 class Linear:
     """x (L, columns) -> (L, rows) in the precision of the matrix, quantized or not."""
 
-    few_rows = None  # on the CPU cpu.FewRows, in the place of the weight
+    few_rows = None  # in float32 on the CPU a cpu.FewRows, and `weight` is None
 
     def __init__(self, matrix):
         self.weight, self.scales, self.quantization = matrix

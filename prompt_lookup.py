@@ -1,8 +1,10 @@
 """Prompt lookup decoding: an n-gram search finds the draft, no second model does (Saxena 2023).
 
-The last n tokens are looked up in the prompt and in what was written so far, from n = ngram_max
-down to ngram_min; what followed them there is the draft. The search is a few array operations,
-whatever the length of the text.
+Where else do the last n tokens stand, in the prompt and in what was written so far? The longest n
+from ngram_max down to ngram_min that stands somewhere counts, and what followed it there is the
+draft. The search is a few array operations, whatever the length of the text. `PromptLookupDecoder`
+makes it inside the graph of a pass and then chooses among the places; `find_draft`, the same for a
+loop of your own, takes the earliest one.
 """
 
 import functools
@@ -13,9 +15,9 @@ import mlx.core as mx
 from decoder import DraftingDecoder, Stream, as_ids, check, read
 
 # Ids that no token has. NONE stands before the first token and after the last one, SEAM + i behind
-# text i: they differ, so that no n-gram reaches across one, and no draft goes on past one.
+# text i, each once: no n-gram reaches across one, and no draft goes on past one.
 NONE, SEAM = 2**32 - 1, 2**32 - 4
-CHUNK = 1024  # the buffer grows by this many tokens
+ROOM = 1024  # the buffer grows by this many tokens
 
 
 @functools.lru_cache(maxsize=8)
@@ -36,6 +38,138 @@ def mismatches(buffer, suffix, places):
     windows = mx.as_strided(buffer, (n, places), (1, 1), 1)  # a column per place; nothing is copied
     rows, _ = constants(n)  # the last row that differs tells how many do not match
     return mx.max((windows != suffix[:, None]).view(mx.uint8) * rows, axis=0)
+
+
+def match_lengths(buffer, size, n):
+    """The search inside a pass's graph, where only the device knows how long the text is.
+
+    Args:
+        buffer: (B,) uint32: n <= 127 times NONE, the texts with SEAM + i behind text i, NONE to
+            the end, once or more.
+        size: () integer array: how many entries come before those last NONE.
+
+    Returns how many of the last n tokens stand at each place, (B - n - 1,) uint8, 0 where no token
+    follows at buffer[j + n + 1], and the most of them, ().
+    """
+    wrong = mismatches(buffer, mx.slice(buffer, size - n, (0,), (n,)), buffer.size - n - 1)
+    lengths = (n - wrong) * (buffer[n + 1 :] < SEAM).view(mx.uint8)
+    return lengths, mx.max(lengths)
+
+
+class PromptLookupDecoder(DraftingDecoder):
+    """Prompt lookup decoding: an n-gram search in the prompt and in the output drafts.
+
+    Args: as for Decoder and DraftingDecoder, and ngram_max <= 127, ngram_min: the n-grams looked
+    up, and of the last 64 places where the longest stands, that with the likeliest next token: each
+    has a vote, which counts more near the place last copied from. Unless fixed_draft: where no
+    n-gram matches after a draft, the next one goes on behind the token that was not accepted, since
+    a copy goes on after a changed token; and a draft that reaches the end of the text goes on with
+    its own beginning, since what repeats itself goes on repeating.
+    """
+
+    def __init__(self, model, eos_id=1, ngram_max=16, ngram_min=1, **options):
+        check(1 <= ngram_min <= ngram_max, "ngram_min", ngram_min, f"1 to ngram_max, {ngram_max}")
+        check(ngram_max <= 127, "ngram_max", ngram_max, "127 or less")  # lengths are bytes
+        super().__init__(model, eos_id, **options)
+        self.ngram_max, self.ngram_min = ngram_max, ngram_min
+
+    def stream(self, prompt: mx.array, max_tokens: int = 200, reference=None) -> Stream:
+        """Starts writing; see Decoder.stream.
+
+        Args:
+            reference: Token ids (R,) uint32 of another text to draft from: the expected answer,
+                an earlier version, a template. Searched like the prompt, never read by the model.
+        """
+        return self._stream(prompt, max_tokens, [] if reference is None else reference)
+
+    def _drafter(self, prompt, reference):
+        texts = [as_ids("reference", reference).tolist(), prompt.tolist()]
+        if getattr(self.model, "is_encoder_decoder", False):
+            texts.append([])  # the output is a text of its own
+        most = max(64, self.num_draft or 0)
+        return LookupDrafter(texts, self.ngram_max, self.ngram_min, most, self.fixed_draft)
+
+
+class LookupDrafter:
+    """Drafts what followed the last tokens where they stood before."""
+
+    steady = True
+
+    def __init__(self, texts, ngram_max, ngram_min, most=64, literal=False):
+        """texts: lists of token ids; the last one is written on. most: tokens of a draft;
+        literal: nothing but what find_draft could draft."""
+        self.most, self.literal = most, literal
+        self.n, self.least, self.text = ngram_max, ngram_min, [NONE] * ngram_max
+        for i, text in enumerate(texts):
+            self.text += text + [SEAM + i]
+        self.text.pop()
+        self.start = len(self.text)  # where the output begins
+        self.buffer = mx.array(self.text, mx.uint32)
+        self.copied = self.start  # where the text was last copied from
+        self.length, self.doubt, self.place, self.found = 0, 0, 0, []
+        if texts[-1]:  # a causal model may draft from the first pass on
+            self._grow(self.start)
+            self._choose(0, *read(*match_lengths(self.buffer, mx.array(self.start), self.n)))
+
+    def limit(self, costs):
+        return len(self.found)
+
+    def _grow(self, size):
+        """Makes room for so many tokens and a NONE behind them."""
+        if size >= self.buffer.size:
+            room = mx.full((size - self.buffer.size + ROOM,), NONE, mx.uint32)
+            self.buffer = mx.concatenate([self.buffer, room])
+
+    def draft(self, k, position):
+        return mx.array(self.found[:k], mx.uint32)
+
+    def follow(self, output, accepted, position):
+        """Appends the accepted + 1 tokens of output (k+1,), and looks up the last tokens."""
+        size = self.start + position
+        self._grow(size + output.size)
+        if output.size > 1:
+            output = mx.where(mx.arange(output.size) <= accepted, output, NONE)
+        self.buffer[size : size + output.size] = output
+        return match_lengths(self.buffer, size + 1 + accepted, self.n)
+
+    def settle(self, output, k, search):
+        """After a pass that wrote output -> how many tokens of what was found, drafted or not,
+        were right, and whether the next one was wrong."""
+        pairs = list(zip(output, self.found, strict=False))
+        right = next((i for i, (a, b) in enumerate(pairs) if a != b), len(pairs))
+        self.copied = (self.place if k else self.copied) + len(output)
+        self.text += output
+        self._choose(k, *search)
+        return right, right < len(pairs)
+
+    def _choose(self, k, lengths, longest):
+        """Chooses among the places of the longest match; the host knows the text by now."""
+        places: list[int] = []
+        self.length, self.found = longest.item(), []
+        if self.length >= self.least:
+            lengths, end = bytes(memoryview(lengths)), lengths.size  # the last places come first
+            while len(places) < 64 and (end := lengths.rfind(self.length, 0, end)) >= 0:
+                places.append(end + self.n + 1)
+        elif k and self.text[self.copied - 1] < SEAM and not self.literal:
+            self.length, places = 0, [self.copied]  # a copy may go on after a changed token
+        if not places:
+            return
+        near = {p: (1 + abs(p - self.copied)) ** -0.5 for p in places}
+        votes: dict[int, float] = {}
+        for p in places:
+            votes[self.text[p]] = votes.get(self.text[p], 0) + near[p]
+        winner = max(votes, key=lambda token: votes[token])
+        agree = [p for p in places if self.text[p] == winner]
+        self.place = max(agree, key=lambda p: near[p])
+        # 0: all agree about the next token, 1: more than half, 2: fewer; and 3 more far from there
+        self.doubt = (len(agree) < len(places)) + (2 * len(agree) <= len(places))
+        self.doubt += 3 * (abs(self.place - self.copied) > 64)
+        self.found = self.text[self.place : self.place + self.most]
+        if self.place + len(self.found) == len(self.text) and not self.literal:
+            times = math.ceil(self.most / len(self.found))
+            self.found = (self.found * times)[: self.most]  # what repeats itself goes on so
+        seam = next((i for i, t in enumerate(self.found) if t >= SEAM), len(self.found))
+        del self.found[seam:]
 
 
 def find_draft(
@@ -75,133 +209,3 @@ def find_draft(
     if start > seam:  # in the generated text, behind the id at the seam
         start, stop = start - bool(seam), size
     return context[start : min(start + num_draft, stop)]
-
-
-def match_lengths(buffer, size, n):
-    """The search inside a pass's graph, where only the device knows how long the text is.
-
-    Args:
-        buffer: (B,) uint32: n <= 127 times NONE, the texts with SEAM + i behind text i, NONE to
-            the end, once or more.
-        size: () integer array: how many entries come before those last NONE.
-
-    Returns how many of the last n tokens stand at each place, (B - n - 1,) uint8, 0 where no token
-    follows at buffer[j + n + 1], and the most of them, ().
-    """
-    wrong = mismatches(buffer, mx.slice(buffer, size - n, (0,), (n,)), buffer.size - n - 1)
-    lengths = (n - wrong) * (buffer[n + 1 :] < SEAM).view(mx.uint8)
-    return lengths, mx.max(lengths)
-
-
-class PromptLookupDecoder(DraftingDecoder):
-    """Prompt lookup decoding: an n-gram search in the prompt and in the output drafts.
-
-    Args: as for Decoder and DraftingDecoder, and ngram_max <= 127, ngram_min: the n-grams looked
-    up, and of the last 64 places where the longest stands, that with the likeliest next token: each
-    has a vote, which counts more near the place last copied from. Unless fixed_draft: where no
-    n-gram matches after a draft, the next one goes on behind the token that was not accepted, since
-    a copy goes on after a changed token; and a draft that reaches the end of the text goes on with
-    its own beginning, since what repeats itself goes on repeating.
-    """
-
-    def __init__(self, model, eos_id=1, ngram_max=16, ngram_min=1, **options):
-        check(1 <= ngram_min <= ngram_max, "ngram_min", ngram_min, f"1 to ngram_max, {ngram_max}")
-        check(ngram_max <= 127, "ngram_max", ngram_max, "127 or less")
-        super().__init__(model, eos_id, **options)
-        self.ngram_max, self.ngram_min = ngram_max, ngram_min
-
-    def stream(self, prompt: mx.array, max_tokens: int = 200, reference=None) -> Stream:
-        """Starts writing; see Decoder.stream.
-
-        Args:
-            reference: Token ids (R,) uint32 of another text to draft from: the expected answer,
-                an earlier version, a template. Searched like the prompt, never read by the model.
-        """
-        return self._stream(prompt, max_tokens, [] if reference is None else reference)
-
-    def _drafter(self, prompt, reference):
-        texts = [as_ids("reference", reference).tolist(), prompt.tolist()]
-        texts += [[]] * getattr(self.model, "is_encoder_decoder", False)
-        most = max(64, self.num_draft or 0)
-        return LookupDrafter(texts, self.ngram_max, self.ngram_min, most, self.fixed_draft)
-
-
-class LookupDrafter:
-    """Drafts what followed the last tokens where they stood before."""
-
-    steady = True
-
-    def __init__(self, texts, ngram_max, ngram_min, most=64, literal=False):
-        """texts: lists of token ids; the last one is written on. most: tokens of a draft;
-        literal: nothing but what find_draft could draft."""
-        self.most, self.literal = most, literal
-        self.n, self.least, self.text = ngram_max, ngram_min, [NONE] * ngram_max
-        for i, text in enumerate(texts):
-            self.text += text + [SEAM + i]
-        self.text.pop()
-        self.start = len(self.text)  # where the output begins
-        self.buffer = mx.array(self.text, mx.uint32)
-        self.copied = self.start  # where the text was last copied from
-        self.length, self.doubt, self.place, self.found = 0, 0, 0, []
-        if texts[-1]:
-            self._grow(self.start)
-            self._choose(0, *read(*match_lengths(self.buffer, mx.array(self.start), self.n)))
-
-    def limit(self, costs):
-        return len(self.found)
-
-    def _grow(self, size):
-        """Makes room for so many tokens and a NONE behind them."""
-        if size >= self.buffer.size:
-            room = mx.full((size - self.buffer.size + CHUNK,), NONE, mx.uint32)
-            self.buffer = mx.concatenate([self.buffer, room])
-
-    def draft(self, k, position):
-        return mx.array(self.found[:k], mx.uint32)
-
-    def follow(self, output, accepted, position):
-        """Appends the accepted + 1 tokens of output (k+1,), and looks up the last tokens."""
-        size = self.start + position
-        self._grow(size + output.size)
-        if output.size > 1:
-            output = mx.where(mx.arange(output.size) <= accepted, output, NONE)
-        self.buffer[size : size + output.size] = output
-        return match_lengths(self.buffer, size + 1 + accepted, self.n)
-
-    def settle(self, output, k, search):
-        """After a pass that wrote output -> how many tokens of what was found, drafted or not,
-        were right, and whether the next one was wrong."""
-        pairs = list(zip(output, self.found, strict=False))
-        right = next((i for i, (a, b) in enumerate(pairs) if a != b), len(pairs))
-        self.copied = (self.place if k else self.copied) + len(output)
-        self.text += output
-        self._choose(k, *search)
-        return right, right < len(pairs)
-
-    def _choose(self, k, lengths, longest):
-        """Chooses among the places of the longest match; the host knows the text by now."""
-        places: list[int] = []
-        self.length, self.found = longest.item(), []
-        if self.length >= self.least:
-            lengths, end = bytes(memoryview(lengths)), lengths.size
-            while len(places) < 64 and (end := lengths.rfind(self.length, 0, end)) >= 0:
-                places.append(end + self.n + 1)
-        elif k and self.text[self.copied - 1] < SEAM and not self.literal:
-            self.length, places = 0, [self.copied]  # a copy may go on after a changed token
-        if not places:
-            return
-        near = {p: (1 + abs(p - self.copied)) ** -0.5 for p in places}
-        votes: dict[int, float] = {}
-        for p in places:
-            votes[self.text[p]] = votes.get(self.text[p], 0) + near[p]
-        winner = max(votes, key=lambda token: votes[token])
-        agree = [p for p in places if self.text[p] == winner]
-        self.place = max(agree, key=lambda p: near[p])
-        self.doubt = (len(agree) < len(places)) + (2 * len(agree) <= len(places))
-        self.doubt += 3 * (abs(self.place - self.copied) > 64)
-        self.found = self.text[self.place : self.place + self.most]
-        if self.place + len(self.found) == len(self.text) and not self.literal:
-            times = math.ceil(self.most / len(self.found))
-            self.found = (self.found * times)[: self.most]  # what repeats itself goes on so
-        seam = next((i for i, t in enumerate(self.found) if t >= SEAM), len(self.found))
-        del self.found[seam:]
