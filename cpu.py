@@ -1,7 +1,8 @@
 """What MLX's CPU backend needs: to be fast, and to give a row the same bits among any others.
 
 Who reads `model.py` with a GPU in mind may skip this file: where `model.py` says `cpu.…`, it is for
-the CPU. On every device there are CHUNK, MAX_WIDTH and, at the end, `find_widths`, the self-check.
+the CPU (`exp` is mx.exp elsewhere). On every device there are CHUNK, STEP, MAX_WIDTH and, at the
+end, `find_widths`, the self-check.
 """
 
 import fast_blas  # isort: skip  (a fast BLAS on Linux: before mlx.core)
@@ -92,6 +93,8 @@ def lay_out(k, v):
 
 def attend(q, k, v, bias=None):
     """q (heads, L, d_kv), k (heads, d_kv, S), v (heads, S or more, d_kv) -> (heads, L, d_kv)
+
+    bias (heads, L, S); there must be one where L is above MAX_WIDTH.
 
     What mx.fast.scaled_dot_product_attention computes, so that a row's bits do not depend on L:
     BLAS may cut a long sum over keys into parts, how depends on L; so it gets CHUNK at most.

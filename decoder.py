@@ -73,6 +73,7 @@ class Stream:
 
 
 def check(right, name, value, wanted):
+    """ValueError unless an argument is right."""
     if not right:
         raise ValueError(f"{name} is {value}: it must be {wanted}")
 
@@ -83,7 +84,7 @@ def as_ids(name, ids):
     try:
         ids = mx.array(ids)
     except (RuntimeError, TypeError, ValueError):
-        check(False, f"the {name}", "no array", wanted)
+        raise ValueError(f"the {name} is no array: it must be {wanted}") from None
     found = f"{str(ids.dtype).split('.')[-1]} of shape {ids.shape}"
     integer = ids.size == 0 or mx.issubdtype(ids.dtype, mx.integer)
     check(ids.ndim == 1 and integer, f"the {name}", found, wanted)
@@ -114,7 +115,6 @@ class Sampler:
         check(0 <= seed < 2**32, "seed", seed, "in [0, 2**32)")
         self.temp = max(temp, 1e-30) if temp else 0  # what float32 can divide by
         self.top_p, self.top_k, self.seed = top_p, top_k, seed
-        self.width = None  # of the target's logits, at which noise is drawn; None: of all logits
         self.noise = functools.lru_cache(maxsize=64)(self._noise)
 
     def _noise(self, position, width):
@@ -139,15 +139,15 @@ class Sampler:
             scores = mx.where(scores >= least, scores, -math.inf)
         return scores
 
-    def choose(self, scores, position):
+    def choose(self, scores, position, width=None):
         """Scores (L, V) of output positions position … -> tokens (L,) uint32, their values (L,).
 
-        The noise is cut or extended to V. A value that is not finite tells that the logits were
-        not.
+        The noise is drawn at `width`, the target's, and cut or extended to V. A value that is
+        not finite tells that the logits were not.
         """
         if self.temp > 0:
             length, size = scores.shape
-            width = self.width or size
+            width = width or size
             noise = mx.stack([self.noise(position + i, width) for i in range(length)])
             scores = scores + mx.pad(noise, [(0, 0), (0, max(size - width, 0))])[:, :size]
         tokens = mx.argmax(scores, axis=-1)
@@ -162,7 +162,8 @@ class Decoder:
         eos_id: Token id that ends the text, several of them, or None.
         temp, top_p, top_k, seed: See Sampler. At temp 0 the others do nothing.
 
-    Raises ValueError where an argument is out of its range.
+    Streams of a decoder may take turns, in one thread. Raises ValueError where an argument is out
+    of its range.
     """
 
     def __init__(self, model, eos_id=1, temp=0.0, top_p=1.0, top_k=0, seed=0):
@@ -319,7 +320,7 @@ class DraftingDecoder(Decoder):
         """
         draft = drafter.draft(k, position)
         logits = self.model.decode(mx.concatenate([token, draft]) if k else token, cache)
-        scores, self.sampler.width = self.sampler.scores(logits), logits.shape[-1]
+        scores, drafter.width = self.sampler.scores(logits), logits.shape[-1]
         output, values = self.sampler.choose(scores, position)
         accepted = self._accept(scores, output, draft) if k else mx.array(0)
         if self.delta > 0 and k:
@@ -340,10 +341,10 @@ class SpeculativeDecoder(DraftingDecoder):
     def __init__(self, model, draft_model, eos_id=1, **options):
         super().__init__(model, eos_id, **options)
         self.draft_model = draft_model
-        self.sampler.width = getattr(model, "vocab_size", None)
 
     def _drafter(self, prompt):
-        return ModelDrafter(self.draft_model, self.sampler, prompt)
+        width = getattr(self.model, "vocab_size", None)
+        return ModelDrafter(self.draft_model, self.sampler, prompt, width)
 
 
 class ModelDrafter:
@@ -351,16 +352,18 @@ class ModelDrafter:
 
     doubt = 0
 
-    def __init__(self, model, sampler, prompt):
+    def __init__(self, model, sampler, prompt, width):
         self.model, self.sampler, self.prompt = model, sampler, prompt
+        self.width = width  # of the target's logits; None: not known before its first pass
         self.cache: Any = None
         self.unfed: list[int] = []
         self.length = 0  # of the run of right drafts since the last wrong one
         self.steady = True
 
     def limit(self, costs):
-        """Where drafting is dear, tokens that it missed are not worth feeding."""
-        return 0 if costs[1] > 1.5 and len(self.unfed) > 8 else math.inf
+        """Where a draft token is dear, many tokens that it missed are not worth feeding: it drafts
+        no more in this text."""
+        return 0 if costs[1] > 1.5 and len(self.unfed) > 64 else math.inf
 
     def draft(self, k, position):
         """k tokens for output positions position …, (k,) uint32, not evaluated."""
@@ -368,14 +371,14 @@ class ModelDrafter:
             self.steady = True
             return mx.zeros((0,), mx.uint32)
         tokens = mx.array(self.unfed, mx.uint32)
-        self.steady = self.cache is not None and len(self.unfed) <= 2
+        self.steady = self.cache is not None and len(self.unfed) <= 8
         if self.cache is None:  # the prompt is encoded when it is needed first
             self.cache, start = self.model.start(self.prompt)
             tokens = mx.concatenate([start, tokens])
         draft = []
         for i in range(k):
-            logits = self.model.decode(tokens, self.cache)[-1:, : self.sampler.width]
-            tokens, _ = self.sampler.choose(self.sampler.scores(logits), position + i)
+            logits = self.model.decode(tokens, self.cache)[-1:, : self.width]
+            tokens, _ = self.sampler.choose(self.sampler.scores(logits), position + i, self.width)
             draft.append(tokens)
         return mx.concatenate(draft)
 
@@ -422,10 +425,12 @@ class DraftLength:
         self.trials = {}  # (length's group, doubt): [right, tried]
         self.idle, self.patience = 0, 8  # passes without a draft; after how many to try one token
         self.trying = False  # is the draft of this pass such a trial?
+        self.steady, self.debt = True, 0.0  # did it have nothing that comes once, and what it lost
         self.calm = 0  # passes since a right draft
-        self.seconds = {}  # of the last passes of each width
+        self.seconds, self.passes = {}, 0  # of the last passes of each width; all that drafted
         self.costs = [cost(k) / cost(0) if cost else 1 + self.SLOPE * k for k in range(ceiling + 1)]
-        self.plain, self.spent = None, 1.0  # seconds of a plain pass; such passes, by the last one
+        self.plain = None  # seconds of a plain pass
+        self.spent = 1.0  # what the last pass took, in plain passes: as expected, or as timed
 
     def _trial(self, length, doubt, i):
         key = min((length + i).bit_length(), 6), doubt if i == 0 else None
@@ -461,10 +466,9 @@ class DraftLength:
                 reach *= chances[i + k]
                 if costs[k] + reach * rest[i + k + 1] < rest[i] - 1e-9:
                     best, rest[i] = k, costs[k] + reach * rest[i + k + 1]
-        # The world may have changed; but what one token costs more than it can gain is seldom paid.
-        self.trying = best == 0 and self.idle >= max(self.patience, 100 * (costs[1] - 2))
+        self.trying = best == 0 and self.idle >= self.patience  # the world may have changed
         best = 1 if self.trying else best
-        self.spent = costs[best]
+        self.spent, self.steady = costs[best], not self.learns  # unless it is timed
         return best
 
     def update(self, length, doubt, k, right, wrong):
@@ -482,16 +486,25 @@ class DraftLength:
             self.idle, self.patience = 0, 8
         else:
             loss = self.spent - min(right, k) - 1  # in plain passes
-            self.idle, self.patience = 0, min(max(100 * loss, 2), 512)
-            for last in self.seconds.values():  # costs may have changed as well
-                if len(last) > 1:
+            self.patience = min(max(100 * (loss + self.debt), 2), 512)
+            again = right > 0 and (loss < 0 or not self.steady)
+            self.idle = self.patience if again else 0
+            self.debt = 0.0 if self.steady else loss
+        self.passes += k > 0
+        if k and (self.trying or self.passes % 64 == 0):  # costs may have changed as well
+            for j, last in [*self.seconds.items()]:
+                if len(last) > 1 + (j <= 0):  # two plain ones stay
                     del last[0]
+                elif j > 0 and not self.trying:
+                    del self.seconds[j]
 
     def timed(self, k, seconds, steady=True):
         """A pass took so long, its drafting included; steady: nothing that comes once. k may be
         EARLY: the time since the last pass was read."""
         if not self.learns:
             return
+        seconds = max(seconds, 1e-6)  # a coarse clock may stand still
+        self.steady = steady
         if not steady:
             self.spent = seconds / (self.plain or seconds)
             return
@@ -501,8 +514,8 @@ class DraftLength:
             return
         # The lower median, since a disturbed pass is slow. One short EARLY tells little.
         typical = {j: sorted(last)[(len(last) - 1) // 2] for j, last in self.seconds.items()}
-        few = EARLY if len(self.seconds.get(EARLY, ())) < 3 else None
-        self.plain = min(t for j, t in typical.items() if j != few)  # what is wider is not cheaper
+        ignored = EARLY if len(self.seconds.get(EARLY, ())) < 3 else None
+        self.plain = min(t for j, t in typical.items() if j != ignored)  # wider is not cheaper
         ratios = [(j, t / self.plain, len(self.seconds[j])) for j, t in typical.items() if j > 0]
         # Least squares of relative errors for 1 + jump + slope * j, with a prior
         s0, s1, s2, t0, t1 = 1.0, 0.0, 0.5, 0.0, 0.5 * self.SLOPE
@@ -515,4 +528,4 @@ class DraftLength:
         self.costs = [1.0] + [1 + jump + slope * j for j in range(1, self.ceiling + 1)]
         for j, r, n in ratios:
             self.costs[j] = (n + 1) / (1 / self.costs[j] + n / r)
-        self.spent = self.costs[max(k, 0)]
+        self.spent = min(seconds / self.plain, 2 * self.costs[max(k, 0)])

@@ -116,7 +116,7 @@ def parse_arguments(argv=None):
     names = "-n", "--num-draft", "--n-draft", "--num-draft-tokens"
     add(*names, type=between(0, auto=True), metavar="N", help="draft at most N tokens (auto)")
     add("--fixed-draft", action="store_true", help="draft N (10) whether or not it pays")
-    add("--ngram-max", default=16, type=between(1, 127), metavar="N", help="longest n-gram (16)")
+    add("--ngram-max", default=16, type=between(1, 255), metavar="N", help="longest n-gram (16)")
     add("--ngram-min", default=1, type=between(1), metavar="N", help="shortest n-gram (1)")
     add("--reference", metavar="FILE", help="another text to look up drafts in")
     add("--delta", type=between(0, 1, float), default=0, help="lenience: faster, other text (0)")

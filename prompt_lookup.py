@@ -29,12 +29,13 @@ def constants(n):
     return rows, none
 
 
-def mismatches(buffer, suffix, places):
-    """How many of the last n tokens, suffix (n,), do not match at each place -> (places,).
+def mismatches(buffer, suffix):
+    """How many of the last n tokens, suffix (n,), do not match at each place -> (B - n - 1,).
 
     Place j is the n ids that end at buffer[j + n]. All n and all places are compared at once.
     """
     n = suffix.size
+    places = buffer.size - n - 1  # not the last tokens themselves
     windows = mx.as_strided(buffer, (n, places), (1, 1), 1)  # a column per place; nothing is copied
     rows, _ = constants(n)  # the last row that differs tells how many do not match
     return mx.max((windows != suffix[:, None]).view(mx.uint8) * rows, axis=0)
@@ -44,14 +45,14 @@ def match_lengths(buffer, size, n):
     """The search inside a pass's graph, where only the device knows how long the text is.
 
     Args:
-        buffer: (B,) uint32: n <= 127 times NONE, the texts with SEAM + i behind text i, NONE to
+        buffer: (B,) uint32: n <= 255 times NONE, the texts with SEAM + i behind text i, NONE to
             the end, once or more.
         size: () integer array: how many entries come before those last NONE.
 
     Returns how many of the last n tokens stand at each place, (B - n - 1,) uint8, 0 where no token
     follows at buffer[j + n + 1], and the most of them, ().
     """
-    wrong = mismatches(buffer, mx.slice(buffer, size - n, (0,), (n,)), buffer.size - n - 1)
+    wrong = mismatches(buffer, mx.slice(buffer, size - n, (0,), (n,)))
     lengths = (n - wrong) * (buffer[n + 1 :] < SEAM).view(mx.uint8)
     return lengths, mx.max(lengths)
 
@@ -59,17 +60,17 @@ def match_lengths(buffer, size, n):
 class PromptLookupDecoder(DraftingDecoder):
     """Prompt lookup decoding: an n-gram search in the prompt and in the output drafts.
 
-    Args: as for Decoder and DraftingDecoder, and ngram_max <= 127, ngram_min: the n-grams looked
+    Args: as for Decoder and DraftingDecoder, and ngram_max <= 255, ngram_min: the n-grams looked
     up, and of the last 64 places where the longest stands, that with the likeliest next token: each
     has a vote, which counts more near the place last copied from. Unless fixed_draft: where no
-    n-gram matches after a draft, the next one goes on behind the token that was not accepted, since
-    a copy goes on after a changed token; and a draft that reaches the end of the text goes on with
+    n-gram matches after a draft, the next one goes on where that one ended, one token on, since a
+    copy goes on after a changed token; and a draft that reaches the end of the text goes on with
     its own beginning, since what repeats itself goes on repeating.
     """
 
     def __init__(self, model, eos_id=1, ngram_max=16, ngram_min=1, **options):
+        check(1 <= ngram_max <= 255, "ngram_max", ngram_max, "1 to 255")  # lengths are bytes
         check(1 <= ngram_min <= ngram_max, "ngram_min", ngram_min, f"1 to ngram_max, {ngram_max}")
-        check(ngram_max <= 127, "ngram_max", ngram_max, "127 or less")  # lengths are bytes
         super().__init__(model, eos_id, **options)
         self.ngram_max, self.ngram_min = ngram_max, ngram_min
 
@@ -190,6 +191,7 @@ def find_draft(
     Raises ValueError unless 1 <= ngram_min <= ngram_max, num_draft >= 0 and 0 <= seam <= N.
     """
     size, nothing = context.size, mx.array([], mx.uint32)
+    check(ngram_max >= 1, "ngram_max", ngram_max, "1 or more")
     check(1 <= ngram_min <= ngram_max, "ngram_min", ngram_min, f"1 to ngram_max, {ngram_max}")
     check(num_draft >= 0, "num_draft", num_draft, "0 or more")
     check(0 <= seam <= size, "seam", seam, f"in the context, 0 to {size}")
@@ -199,7 +201,7 @@ def find_draft(
     context, (_, none) = context.astype(mx.uint32), constants(n)
     parts = [none, context[:seam], none[:1], context[seam:]] if seam else [none, context]
     buffer = mx.concatenate(parts)
-    wrong = mismatches(buffer, buffer[-n:], buffer.size - n - 1)
+    wrong = mismatches(buffer, buffer[-n:])
     if seam:
         wrong[seam - 1] = n  # it ends at the seam: nothing to draft
     place, fewest = read(mx.argmin(wrong), mx.min(wrong))  # argmin takes the earliest

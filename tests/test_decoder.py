@@ -286,13 +286,37 @@ def test_after_plain_passes_the_draft_model_is_fed_what_it_missed(monkeypatch):
     monkeypatch.setattr(decoding.DraftLength, "choose", choose)
     model = HashModel()
     decoder = SpeculativeDecoder(model, model, None)
-    decoder.policy.seconds[0] = [
-        1.0,
-        1.0,
-    ]  # what a plain pass costs is known: drafting starts at once
+    # What a plain pass costs is known: drafting starts at once.
+    decoder.policy.seconds[0] = [1.0, 1.0]
     _, drafted, stats = write(decoder, PROMPT, 60)
     assert "".join("-x"[d] for d in drafted[:13]) == "--xxx--xx---x"
     assert stats.accepted == stats.drafted > 40
+
+
+@pytest.mark.parametrize("delta", [0.0, 1.0])
+@pytest.mark.parametrize("known", [True, False], ids=["vocab_size", ""])
+def test_a_wider_draft_model_has_the_noise_of_the_target(known, delta):
+    """From the first draft on, where the width of the target is known; in every text alike."""
+    target, draft_model = HashModel(), HashModel()
+    draft_model.decode = lambda tokens, cache: mx.pad(
+        HashModel.decode(draft_model, tokens, cache), [(0, 0), (0, 8)], constant_values=-50
+    )
+    if known:
+        target.vocab_size = 24
+    options = {"num_draft": 4, "fixed_draft": True, "temp": 1.0, "delta": delta}
+    decoder = SpeculativeDecoder(target, draft_model, None, **options)
+    runs = [write(decoder, PROMPT, 20) for _ in range(3)]
+    assert all(run[:2] == runs[0][:2] for run in runs)
+    assert not known or runs[0][2].accepted == runs[0][2].drafted > 10
+
+
+@pytest.mark.parametrize("ids", [[5, -1], [[5]], [5.0], "text", [None]])
+def test_what_is_no_prompt_is_one_line(ids):
+    with pytest.raises(ValueError, match="prompt") as error:
+        Decoder(HashModel()).stream(ids)
+    assert error.value.__cause__ is None and error.value.__suppress_context__ == (
+        ids in ("text", [None])
+    )
 
 
 @pytest.mark.parametrize("vocab", [20, 31])

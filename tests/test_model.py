@@ -13,6 +13,7 @@ import numpy as np
 import pytest
 
 import cpu
+import fast_blas
 from cpu import CHUNK, MAX_WIDTH, SETTLED, STEP
 from model import LayerCache, load
 
@@ -490,3 +491,29 @@ def test_one_evaluation_per_pass(monkeypatch):
     stream = drafter.stream(prompt, 600)
     assert len(list(stream)) == 600
     assert len(evaluations) == stream.stats.passes
+
+
+def test_products_of_few_rows():
+    w = mx.random.normal((1024, 768), key=mx.random.key(0))
+    product = cpu.FewRows(w)
+    assert len(product.blocks) > 1
+    x = mx.random.normal((32, 768), key=mx.random.key(1))
+    for n in range(1, 33):
+        y = product(x[:n])
+        assert y.shape == (n, 1024) and mx.allclose(y, x[:n] @ w.T, atol=1e-3)
+        part = product(x[:n], part=True)
+        assert mx.allclose(part, y[:, : part.shape[1]], atol=1e-3)
+        if n > 2 and fast_blas.path and "mkl" in fast_blas.path:
+            assert mx.array_equal(y[:2], product(x)[:2])
+
+
+def test_widths_are_those_at_which_every_row_is_the_same():
+    base = mx.random.normal((32, 8), key=mx.random.key(0))
+
+    def rows(n, position=0, keys=0):
+        y = mx.array(base[:n]) + (n == 1)
+        if n > 15:
+            y[1] += 1
+        return y
+
+    assert cpu.find_widths(rows) == ((2, 15), cpu.STEP)

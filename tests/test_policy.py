@@ -16,6 +16,10 @@ from decoder import EARLY, Decoder, DraftLength, SpeculativeDecoder
 from prompt_lookup import PromptLookupDecoder
 
 
+def drafting(model, draft_model):
+    return PromptLookupDecoder(model, None), SpeculativeDecoder(model, draft_model, None)
+
+
 def line(alpha):
     return lambda k: 1 + alpha * k
 
@@ -186,6 +190,59 @@ def test_costs_that_are_given_are_not_learnt():
     assert policy.costs == pytest.approx([1 + 0.2 * k for k in range(25)])
 
 
+def trial(policy):
+    """A policy that does not draft is made to try."""
+    for _ in range(60):
+        policy.update(0, 0, 1, 0, True)
+    policy.idle = 1000
+    assert policy.choose(0, 0, 24) == 1 and policy.trying
+
+
+def test_after_a_trial_as_many_passes_without_as_make_its_loss_one_percent():
+    policy = DraftLength(24, lambda k: 1 + 0.5 * k)
+    trial(policy)
+    policy.update(0, 0, 1, 0, True)
+    assert policy.patience == 50
+    policy = DraftLength(24)
+    for k, seconds in [(0, 1.0), (0, 1.0), *[(1, 1.5)] * 3]:
+        policy.timed(k, seconds)
+    trial(policy)
+    for _ in range(3):
+        policy.timed(1, 4.0)
+    policy.update(0, 0, 1, 0, True)
+    assert policy.patience > 150
+
+
+def test_a_trial_goes_on_while_it_pays_or_has_not_been_measured():
+    policy = DraftLength(24)
+    for k, seconds in [(0, 1.0), (0, 1.0), *[(1, 9.0)] * 5]:
+        policy.timed(k, seconds)
+    trial(policy)
+    policy.timed(1, 30.0, steady=False)  # catching up
+    policy.update(0, 0, 1, 1, False)
+    for _ in range(3):
+        assert policy.choose(0, 0, 24) == 1 and policy.trying
+        policy.timed(1, 1.2)
+        policy.update(0, 0, 1, 1, False)
+    assert policy.costs[1] < 2
+    trial(policy)
+    policy.timed(1, 30.0, steady=False)
+    policy.update(0, 0, 1, 0, True)
+    assert policy.patience == 512 and policy.choose(0, 0, 24) == 0
+
+
+def test_drafts_grow_at_most_fourfold_at_once():
+    policy, widths = DraftLength(24), []
+    policy.timed(0, 1.0)
+    policy.timed(0, 1.0)
+    for _ in range(60):
+        policy.update(16, 0, 24, 24, False)
+    for _ in range(3):
+        widths.append(policy.choose(16, 0, 24))
+        policy.timed(widths[-1], 1 + 0.02 * widths[-1])
+    assert widths == [4, 16, 24]
+
+
 # In the loop, by a clock that the models move
 
 
@@ -296,6 +353,29 @@ def test_a_draft_model_that_turns_right_is_found_again(monkeypatch, seed):
     for _ in range(6):
         passes = write(decoder, PROMPT, SIZE)[2].passes
     assert passes < SIZE / 4
+
+
+@pytest.mark.parametrize("first, last, times", [(3, 6, 8), (3, 20, 3), (30, 45, 6)])
+@pytest.mark.parametrize("cost", [line(0.1), line(0.2), line(0.3), jump], ids=".1 .2 .3 j".split())
+def test_a_disturbance_is_got_over(monkeypatch, cost, first, last, times):
+    """Drafts that seem dear while something else has the machine are found to be cheap again."""
+    clock, passes = Clock(monkeypatch, host=0.01), 0
+
+    def disturbed(k):
+        return cost(k) * (times if first <= passes < last and k else 1)
+
+    text = random.Random(1).choices(range(3, 16), k=800)
+    target = timed(ScriptModel(text), clock, disturbed, encoding=0)
+    draft_model = timed(ScriptModel(text), clock, line(0), 0.02, target=False)
+    decoder = SpeculativeDecoder(target, draft_model, None)
+    for _ in range(3):
+        began = clock.free
+        for _ in decoder.stream(PROMPT, 800):
+            passes = target.calls
+    taken, began = clock.free - began, clock.free
+    fixed = SpeculativeDecoder(target, draft_model, None, num_draft=24, fixed_draft=True)
+    write(fixed, PROMPT, 800)
+    assert taken < 1.15 * (clock.free - began)
 
 
 def test_nothing_is_drafted_by_a_model_before_a_plain_pass_was_timed(monkeypatch):
@@ -411,6 +491,22 @@ def test_a_trial_lets_wider_drafts_be_tried_again():
     assert policy.costs[8] < 2
 
 
+def test_the_encoding_is_timed_once_at_most(monkeypatch):
+    target = timed(ScriptModel(TEXT), Clock(monkeypatch), line(0.1), encoding=50)
+    decoder = PromptLookupDecoder(target, None)
+    for _ in range(4):
+        write(decoder, PROMPT, 1)
+    assert len(decoder.policy.seconds[0]) == 1
+
+
+def test_the_first_token_waits_for_one_pass_only():
+    model = ScriptModel(TEXT)
+    decoder = PromptLookupDecoder(model, None)
+    decoder.policy.calm = 99
+    next(decoder.stream(PROMPT, 20))
+    assert model.calls == 1
+
+
 @pytest.mark.parametrize("before", [[], [1], [1, 1], [1, 1, 1], [2, 1], [0, 3, 1]])
 def test_short_texts_do_not_stop_drafts(monkeypatch, before):
     clock = Clock(monkeypatch, host=0.1)
@@ -519,6 +615,15 @@ def test_lenient_text_does_not_depend_on_the_clock_or_on_texts_before(monkeypatc
     assert [write(make(), prompt, 60)[:2] for prompt in prompts(4)] == runs[0]
     plain = [write(Decoder(model, None), prompt, 60)[0] for prompt in prompts(4)]
     assert [ids for ids, _ in runs[0]] != plain
+
+
+@pytest.mark.parametrize("step", [0.0, 1e-3])
+def test_a_clock_may_be_coarse(monkeypatch, step):
+    clock = SimpleNamespace(perf_counter=lambda: step * (random.random() < 0.2))
+    monkeypatch.setattr(decoding, "time", clock)
+    plain = write(Decoder(HashModel(), None), PROMPT, 90)[0]
+    for decoder in drafting(HashModel(), HashModel(seed=1)):
+        assert write(decoder, PROMPT, 90)[0] == plain
 
 
 def test_a_plain_pass_that_was_disturbed_makes_no_width_look_cheaper_than_it():

@@ -5,7 +5,8 @@ import numpy as np
 import pytest
 from toys import HashModel, prompts, write
 
-from prompt_lookup import PromptLookupDecoder, find_draft
+from decoder import read
+from prompt_lookup import LookupDrafter, PromptLookupDecoder, find_draft
 
 
 def matches(context, n, seam):
@@ -242,3 +243,42 @@ def test_empty_reference_is_none():
     model, prompt = HashModel(), mx.array([5, 6, 5], mx.uint32)
     decoder = PromptLookupDecoder(model)
     assert write(decoder, prompt, reference=[])[0] == write(decoder, prompt)[0]
+
+
+def test_no_match_of_a_long_ngram_is_none():
+    assert found(list(range(700)), 300, 1, 4) == []
+
+
+@pytest.mark.parametrize("ngram_max", [0, 256])
+def test_decoder_refuses_an_ngram_max_out_of_range(ngram_max):
+    with pytest.raises(ValueError, match=f"ngram_max is {ngram_max}"):
+        PromptLookupDecoder(HashModel(), ngram_max=ngram_max)
+
+
+def test_the_longest_ngram_of_the_decoder():
+    text = list(range(3, 303))
+    drafter = LookupDrafter([[*text, *text[:255]]], 255, 1)
+    assert drafter.length == 255 and drafter.found[:9] == text[255:264]
+
+
+def settle(drafter, output, k, position=0):
+    """After a pass: what `follow` finds for the output, of which all but the last were drafted."""
+    found = drafter.follow(mx.array(output, mx.uint32), mx.array(len(output) - 1), position)
+    return drafter.settle(output, k, read(*found))
+
+
+def test_all_of_the_last_places_vote():
+    assert LookupDrafter([[5, 7, 5, 7, 5, 7, 5, 7, 5, 9, 5]], 1, 1).found[0] == 7
+
+
+def test_behind_a_changed_token_there_is_no_evidence():
+    drafter = LookupDrafter([[5, 6, 7, 8, 9, 4, 3, 5, 6]], 3, 2)
+    assert drafter.found[:3] == [7, 8, 9] and drafter.length == 2
+    assert settle(drafter, [7, 4], 3) == (1, True)
+    assert drafter.found[:2] == [9, 4] and drafter.length == 0  # a match of one is too short
+
+
+def test_where_nothing_was_drafted_a_copy_goes_on_from_where_the_last_one_was():
+    drafter = LookupDrafter([[5, 6, 7, 8, 9, 10, 11, 5, 6]], 3, 1)
+    settle(drafter, [20], 0)
+    assert drafter.copied == drafter.start + 1 and drafter.found == []
