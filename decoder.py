@@ -425,7 +425,10 @@ class DraftLength:
         self.trials = {}  # (length's group, doubt): [right, tried]
         self.idle, self.patience = 0, 8  # passes without a draft; after how many to try one token
         self.trying = False  # is the draft of this pass such a trial?
-        self.steady, self.debt = True, 0.0  # did it have nothing that comes once, and what it lost
+        self.steady, self.debt = (
+            True,
+            0.0,
+        )  # had it nothing that comes once? What it lost, if it had
         self.calm = 0  # passes since a right draft
         self.seconds, self.passes = {}, 0  # of the last passes of each width; all that drafted
         self.costs = [cost(k) / cost(0) if cost else 1 + self.SLOPE * k for k in range(ceiling + 1)]
@@ -445,9 +448,7 @@ class DraftLength:
         if self.learns:
             if len(self.seconds.get(0, ())) < 2:  # is it known what a plain pass takes?
                 limit = 0
-            limit = min(
-                limit, 4 * max([1, *self.seconds])
-            )  # and up to four times the widest so far
+            limit = min(limit, 4 * max([1, *self.seconds]))  # of the widest so far
         self.calm += 1
         if limit <= 0:
             return 0
