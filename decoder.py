@@ -423,7 +423,6 @@ class DraftLength:
     def __init__(self, ceiling=24, cost=None, chances=None):
         self.ceiling, self.learns, self.chances = ceiling, cost is None, chances or self.CHANCES
         self.trials = {}  # (length's group, doubt): [right, tried]
-        self.idle, self.patience = 0, 8  # passes without a draft; after how many to try one token
         self.trying = False  # is the draft of this pass such a trial?
         self.steady, self.debt = (
             True,
@@ -432,6 +431,8 @@ class DraftLength:
         self.calm = 0  # passes since a right draft
         self.seconds, self.passes = {}, 0  # of the last passes of each width; all that drafted
         self.costs = [cost(k) / cost(0) if cost else 1 + self.SLOPE * k for k in range(ceiling + 1)]
+        least = 100 * (self.costs[min(1, ceiling)] - 2)  # what is dear is seldom tried
+        self.idle, self.patience = 0, max(8, least)  # passes without a draft; until one is tried
         self.plain = None  # seconds of a plain pass
         self.spent = 1.0  # what the last pass took, in plain passes: as expected, or as timed
 

@@ -275,6 +275,7 @@ def test_a_failure_leaves_no_folder_on_the_way_to_the_output(tmp_path):
 def test_a_signal_leaves_nothing_behind(tmp_path, name):
     script = f"""
 import os, signal, sys, convert
+signal.signal(signal.SIGHUP, signal.SIG_DFL)  # nohup ignores it
 convert._copy_files = lambda *_: os.kill(os.getpid(), signal.{name})
 sys.argv[1:] = ["--model", {str(GOLDEN / "flan-t5")!r}, "--out", {str(tmp_path / "out")!r}]
 sys.exit(convert.main())
