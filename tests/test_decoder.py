@@ -7,7 +7,7 @@ from contextlib import suppress
 import mlx.core as mx
 import numpy as np
 import pytest
-from toys import HashModel, ScriptModel, prompts, write
+from toys import HashModel, ScriptModel, drafting, prompts, write
 
 import decoder as decoding
 import prompt_lookup
@@ -15,11 +15,6 @@ from decoder import Decoder, SpeculativeDecoder
 from prompt_lookup import PromptLookupDecoder
 
 PROMPT = mx.array([5, 6, 7], mx.uint32)
-
-
-def drafting(model, draft_model, **options):
-    yield PromptLookupDecoder(model, **options)
-    yield SpeculativeDecoder(model, draft_model, **options)
 
 
 # Lossless

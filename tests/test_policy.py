@@ -9,15 +9,11 @@ from types import SimpleNamespace
 
 import mlx.core as mx
 import pytest
-from toys import HashModel, ScriptModel, prompts, write
+from toys import HashModel, ScriptModel, drafting, prompts, write
 
 import decoder as decoding
 from decoder import EARLY, Decoder, DraftLength, SpeculativeDecoder
 from prompt_lookup import PromptLookupDecoder
-
-
-def drafting(model, draft_model):
-    return PromptLookupDecoder(model, None), SpeculativeDecoder(model, draft_model, None)
 
 
 def line(alpha):
@@ -552,7 +548,7 @@ def test_what_was_written_by_passes_that_began_early_is_found(monkeypatch):
 @pytest.mark.parametrize("eos_at", [20, 39, 40, 41])
 def test_a_text_that_ends_early_is_counted_right(eos_at):
     model = ScriptModel([*TEXT[:eos_at], 1])
-    for decoder in (PromptLookupDecoder(model), SpeculativeDecoder(model, ScriptModel(WRONG))):
+    for decoder in drafting(model, ScriptModel(WRONG)):
         model.calls = 0
         ids, _, stats = write(decoder, PROMPT, 40)
         assert ids == TEXT[: min(eos_at, 40)]
@@ -622,7 +618,7 @@ def test_a_clock_may_be_coarse(monkeypatch, step):
     clock = SimpleNamespace(perf_counter=lambda: step * (random.random() < 0.2))
     monkeypatch.setattr(decoding, "time", clock)
     plain = write(Decoder(HashModel(), None), PROMPT, 90)[0]
-    for decoder in drafting(HashModel(), HashModel(seed=1)):
+    for decoder in drafting(HashModel(), HashModel(seed=1), eos_id=None):
         assert write(decoder, PROMPT, 90)[0] == plain
 
 

@@ -6,6 +6,9 @@ What the tests of the decoders drive: quick, and any difference between two text
 import mlx.core as mx
 import numpy as np
 
+from decoder import SpeculativeDecoder
+from prompt_lookup import PromptLookupDecoder
+
 MOST = 4096  # positions
 
 
@@ -90,6 +93,11 @@ def prompts(n, vocab=24, seed=0, longest=30):
     rng = np.random.default_rng([seed, 9])
     sizes = rng.integers(1, longest + 1, n)
     return [mx.array(rng.integers(2, vocab, size), mx.uint32) for size in sizes]
+
+
+def drafting(model, draft_model, **options):
+    yield PromptLookupDecoder(model, **options)
+    yield SpeculativeDecoder(model, draft_model, **options)
 
 
 def write(decoder, prompt, max_tokens=20, **options):
