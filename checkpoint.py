@@ -4,8 +4,6 @@
 one line that names what is wrong.
 """
 
-import fast_blas  # noqa: F401  isort: skip  (a fast BLAS on Linux: before mlx.core)
-
 import json
 import os
 import zipfile
@@ -42,6 +40,7 @@ class Config:
     layer_norm_epsilon: float = 1e-6
     activation: str = "relu"
     is_gated: bool = False
+    own_head: bool = False  # lm_head.weight is in the checkpoint: else the embedding is the head
     scale_outputs: bool = True  # by d_model ** -0.5, before the head
     bias_in_every_layer: bool = False  # umT5
     start_id: int = 0
@@ -50,18 +49,19 @@ class Config:
 
 
 @contextmanager
-def _one_line(failure):
+def one_line(failure):
     """Whatever a library raises in here becomes a ValueError of one line: failure, reason."""
     try:
         yield
     except Exception as error:
-        reason = str(error).strip().splitlines() or [type(error).__name__]
-        raise ValueError(f"{failure}: {reason[0]}") from None
+        reason = " ".join(str(error).split()) or type(error).__name__
+        reason = reason if len(reason) <= 300 else f"{reason[:300]} …"
+        raise ValueError(f"{failure}: {reason}") from None
 
 
 def read_json(path: Path) -> dict:
     """The JSON object in a file."""
-    with _one_line(f"cannot read {path.name} as JSON"):
+    with one_line(f"cannot read {path.name} as JSON"):
         content = json.loads(path.read_text(encoding="utf-8"))
         if not isinstance(content, dict):
             raise ValueError("it is not an object")
@@ -145,7 +145,7 @@ def find_folder(path_or_id) -> Path:
     name = str(path_or_id)
     if os.path.isdir(name):
         return Path(name)
-    with _one_line("there is no such folder, and the Hugging Face hub did not help"):
+    with one_line("there is no such folder, and the Hugging Face hub did not help"):
         from huggingface_hub import snapshot_download
 
         for weights in ("model*.safetensors", "pytorch_model*.bin"):
@@ -163,7 +163,7 @@ def open_tensors(folder: Path) -> dict:
         if (folder / name).is_file():
             return _open_file(folder / name)
         if index.is_file():
-            with _one_line(f"{index.name} does not map tensors to files"):
+            with one_line(f"{index.name} does not map tensors to files"):
                 # Without their directories: nothing outside the folder is read.
                 files = {Path(file).name for file in read_json(index)["weight_map"].values()}
             shards = [_open_file(folder / file) for file in sorted(files)]
@@ -173,7 +173,7 @@ def open_tensors(folder: Path) -> dict:
 
 def _open_file(path):
     """The tensors of one file by name, not read yet."""
-    with _one_line(f"{path.name} cannot be read"):
+    with one_line(f"{path.name} cannot be read"):
         if path.suffix == ".safetensors":
             safe_open(path, "numpy")  # refuses what MLX's own check of the header lets through
             return mx.load(str(path), format="safetensors")
@@ -207,7 +207,7 @@ def load_tokenizer(folder, vocab_size):
     os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")  # it misses PyTorch, we do not
     from transformers import AutoTokenizer
 
-    with _one_line("the tokenizer cannot be loaded"):
+    with one_line("the tokenizer cannot be loaded"):
         tokenizer = AutoTokenizer.from_pretrained(
             str(folder), local_files_only=True, trust_remote_code=False
         )
@@ -220,47 +220,13 @@ def load_tokenizer(folder, vocab_size):
     return tokenizer
 
 
-class Weights:
-    """The tensors of a checkpoint; each is checked, read and forgotten as it is taken."""
-
-    def __init__(self, tensors: dict, quantization: dict | None):
-        self.tensors, self.quantization = tensors, quantization
-
-    def take(self, name, *shape, dtypes=FLOATS):
-        """The tensor `name`, which must have that shape."""
-        if name not in self.tensors:
-            raise ValueError(f"the weights have no tensor {name}")
-        tensor = self.tensors.pop(name)
-        if tuple(tensor.shape) != shape:
-            raise ValueError(f"{name} has shape {tuple(tensor.shape)}, config.json says {shape}")
-        tensor = to_mlx(tensor)
-        if tensor.dtype not in dtypes:
-            raise ValueError(f"{name} holds {tensor.dtype}, not {', '.join(map(str, dtypes))}")
-        return tensor
-
-    def matrix(self, names, rows, columns, widen=False):
-        """Matrices (rows, columns) that share their input, as one of len(names) * rows rows.
-
-        -> (weight, [], None), or (weight, [scales, biases], how) where convert.py has quantized it.
-        `widen`: what computes in float16 is cast to float32.
-        """
-        how = self.quantization if f"{names[0]}.scales" in self.tensors else None
-        widths = {"weight": columns}
-        if how:
-            groups, packed = columns // how["group_size"], columns * how["bits"] // 32
-            widths = {"weight": packed, "scales": groups, "biases": groups}
-        arrays = []
-        for part, width in widths.items():
-            dtypes = (mx.uint32,) if how and part == "weight" else FLOATS
-            pieces = [self.take(f"{name}.{part}", rows, width, dtypes=dtypes) for name in names]
-            arrays.append(pieces[0] if len(pieces) == 1 else mx.concatenate(pieces))
-            if widen and arrays[-1].dtype == mx.float16:
-                arrays[-1] = arrays[-1].astype(mx.float32)
-            mx.eval(arrays[-1])  # here, so that the pieces can go
-        return arrays[0], arrays[1:], how
-
-    def finish(self):
-        """Raise ValueError where a tensor is left that no T5 has."""
-        left = sorted(set(self.tensors) - UNUSED)
-        if left:
-            raise ValueError(f"the weights have {len(left)} tensors too many, such as {left[0]}")
+def check_depth(config, tensors):
+    """ValueError unless the tensors have the layers that the config says, and a decoder."""
+    for stack, depth in ("encoder", config.num_layers), ("decoder", config.num_decoder_layers):
+        found = {name.split(".")[2] for name in tensors if name.startswith(f"{stack}.block.")}
+        if not found and stack == "decoder":
+            raise ValueError("encoder-only checkpoints are not supported: there is no decoder")
+        if found != {str(i) for i in range(min(depth, len(found) + 1))}:
+            raise ValueError(
+                f"config.json says {depth} {stack} layers, the weights have {len(found)}"
+            )

@@ -7,8 +7,6 @@ tokenizer and model.safetensors. Tensors are read and changed one after another,
 written is loaded once: the result has to fit in memory, not the checkpoint.
 """
 
-import fast_blas  # noqa: F401  isort: skip  (a fast BLAS on Linux: before mlx.core)
-
 import argparse
 import json
 import os

@@ -199,7 +199,6 @@ def load_models(args):
     warnings.simplefilter("ignore")
     if not sys.stderr.isatty():
         os.environ.setdefault("HF_HUB_DISABLE_PROGRESS_BARS", "1")
-    import fast_blas  # noqa: F401  isort: skip  (before mlx.core)
     from decoder import Decoder, SpeculativeDecoder
     from model import load
     from prompt_lookup import PromptLookupDecoder

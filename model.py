@@ -1,21 +1,28 @@
-"""T5 in MLX: encoder, decoder, KV cache, and `load` for Hugging Face checkpoints.
+"""T5 in MLX: encoder, decoder, key-value cache, and `load` for Hugging Face checkpoints.
 
 Raffel et al. 2020, "Exploring the Limits of Transfer Learning with a Unified Text-to-Text
 Transformer" (https://arxiv.org/abs/1910.10683), and its family: v1.1, FLAN, mT5, MADLAD-400,
 ByT5, UL2, umT5, CodeT5.
-There is no batch dimension: activations are (positions, features).
+
+Modules and parameters have Hugging Face's names, but that `sanitize` joins matrices which share
+their input. There is no batch dimension: activations are (positions, features).
 """
 
-import fast_blas  # noqa: F401  isort: skip  (a fast BLAS on Linux: before mlx.core)
-
+import functools
 import math
+from dataclasses import replace
 
 import mlx.core as mx
+import mlx.nn as nn
 import numpy as np
+from mlx.utils import tree_flatten
 
 import checkpoint
 import cpu
-from cpu import CHUNK, MAX_WIDTH, find_widths
+
+STEP = 256  # positions by which a cache grows
+QUERIES = 2048  # of a prompt whose scores are in memory at the same time
+WIDEST = 32  # a pass over more tokens is computed in blocks of at most so many
 
 
 def gelu_new(x):
@@ -23,201 +30,98 @@ def gelu_new(x):
     return x / (1 + cpu.exp(-math.sqrt(8 / math.pi) * (x + 0.044715 * x * x * x)))
 
 
+def silu(x):
+    return x / (1 + cpu.exp(-x))
+
+
+# mlx.nn's are compiled, for which MLX needs a C++ compiler on the CPU.
 ACTIVATIONS = {
     "relu": lambda x: mx.maximum(x, 0),
     "gelu": lambda x: x * (1 + mx.erf(x / math.sqrt(2))) / 2,
     "gelu_new": gelu_new,
     "gelu_pytorch_tanh": gelu_new,
-    "silu": lambda x: x / (1 + cpu.exp(-x)),
-    "swish": lambda x: x / (1 + cpu.exp(-x)),
+    "silu": silu,
+    "swish": silu,
 }
 
 
-class Linear:
-    """x (L, columns) -> (L, rows) in the precision of the matrix, quantized or not."""
+class Activation(nn.Module):
+    """One of ACTIVATIONS, float32."""
 
-    few_rows = None  # in float32 on the CPU a cpu.FewRows, and `weight` is None
-
-    def __init__(self, matrix):
-        self.weight, self.scales, self.quantization = matrix
-        self.dtype = self.scales[0].dtype if self.scales else self.weight.dtype
-        if not self.scales:
-            self.weight = self.weight.T
-            mx.eval(self.weight)  # what is lazy belongs to this thread
+    def __init__(self, name):
+        super().__init__()
+        self.name = name
 
     def __call__(self, x):
-        x = x.astype(self.dtype)
-        if self.few_rows:
-            return self.few_rows(x)
-        if self.scales:
-            return mx.quantized_matmul(x, self.weight, *self.scales, **self.quantization)
-        return x @ self.weight
+        return ACTIVATIONS[self.name](x)
 
 
-class RMSNorm:
-    """x / sqrt(mean(x * x) + epsilon) * scale, in float32 in every precision."""
-
-    def __init__(self, config, weights, name, factor=1.0):
-        self.with_sum = cpu.in_use()  # where operations count: the sum instead of the mean
-        n = config.d_model if self.with_sum else 1
-        scale = weights.take(f"{name}.weight", config.d_model).astype(mx.float32)
-        self.scale, self.epsilon = scale * (factor * n**0.5), config.layer_norm_epsilon * n
-        mx.eval(self.scale)
-
-    def __call__(self, x):
-        if self.with_sum:
-            return x * mx.rsqrt((x * x).sum(axis=-1, keepdims=True) + self.epsilon) * self.scale
-        return mx.fast.rms_norm(x, self.scale, self.epsilon)
+def linear(columns, rows):
+    return nn.Linear(columns, rows, bias=False)
 
 
-class Attention:
-    """Multi-head attention without 1/sqrt(d): T5 folds that factor into its initialization.
+def project(layer, x):
+    """x (L, columns) -> (L, rows), in the precision of the layer's weights, quantized or not."""
+    weight = layer.get("scales", layer.get("weight", x))
+    return getattr(layer, "as_linear", layer)(x.astype(weight.dtype))
 
-    Keys are (heads, d_kv, S), values (heads, S, d_kv).
+
+class KeysAndValues:
+    """What one layer's attention looks at: keys and values (heads, positions, d_kv).
+
+    `cpu.prepare` puts a class of its own in its place.
     """
 
-    def __init__(self, config, weights, name):
-        def linear(names):
-            return Linear(weights.matrix([f"{name}.{n}" for n in names], inner, config.d_model))
+    def __init__(self, keys=None, values=None):
+        self.keys, self.values = keys, values
 
-        self.heads, inner = config.num_heads, config.num_heads * config.d_kv
-        if name.endswith("SelfAttention"):
-            self.qkv = linear("qkv")
-        else:
-            self.q, self.kv = linear("q"), linear("kv")
-        self.o = Linear(weights.matrix([f"{name}.o"], config.d_model, inner))
+    @staticmethod
+    def visible(positions):
+        """How many keys are looked at, masked ones included, where there are so many positions."""
+        return math.ceil(positions / STEP) * STEP
 
-    def split(self, x, parts=1):
-        """(L, parts * heads * d_kv) -> parts arrays (heads, L, d_kv)"""
-        x = x.reshape(x.shape[0], parts * self.heads, -1).swapaxes(0, 1)
-        return mx.split(x, parts) if parts > 1 else [x]
+    @staticmethod
+    def room(position):
+        """How many tokens there may be in a block from `position` on, so that what `visible` says
+        of each is told by its position alone."""
+        return STEP - position % STEP
 
-    def attend(self, q, k, v, bias=None):
-        """q (heads, L, d_kv), bias (heads, L, S) -> (L, d_model)"""
-        bias = None if bias is None else bias.astype(q.dtype)
-        if cpu.in_use():
-            y = cpu.attend(q, k, v, bias)
-        else:
-            q, k, v, bias = (a if a is None else a[None] for a in (q, k.swapaxes(1, 2), v, bias))
-            y = mx.fast.scaled_dot_product_attention(q, k, v, scale=1.0, mask=bias)[0]
-        return self.o(y.transpose(1, 0, 2).reshape(y.shape[1], -1))
+    def update(self, k, v, position):
+        """Write k, v (heads, L, d_kv) at `position`, over what was there."""
+        heads, length, d_kv = k.shape
+        room = self.visible(position + length) - (0 if self.keys is None else self.keys.shape[1])
+        if room > 0:
+            empty = mx.zeros((heads, room, d_kv), k.dtype)
+            old = [] if self.keys is None else [self.keys]
+            self.keys = mx.concatenate([*old, empty], axis=1)
+            old = [] if self.values is None else [self.values]
+            self.values = mx.concatenate([*old, empty], axis=1)
+        self.keys[:, position : position + length] = k
+        self.values[:, position : position + length] = v
 
-
-class FeedForward:
-    """wo(act(wi x)), or wo(act(wi_0 x) * (wi_1 x)) where the checkpoint is gated."""
-
-    def __init__(self, config, weights, name):
-        names = [f"{name}.wi_0", f"{name}.wi_1"] if config.is_gated else [f"{name}.wi"]
-        self.wi = Linear(weights.matrix(names, config.d_ff, config.d_model))
-        # In float16 the product with wo overflows in many T5s; that matrix is widened to float32.
-        self.wo = Linear(weights.matrix([f"{name}.wo"], config.d_model, config.d_ff, widen=True))
-        if config.activation not in ACTIVATIONS:
-            raise ValueError(f"unknown activation {config.activation!r}, not of {[*ACTIVATIONS]}")
-        self.activation, self.is_gated = ACTIVATIONS[config.activation], config.is_gated
-
-    def __call__(self, x):
-        x = self.wi(x).astype(mx.float32)
-        if not self.is_gated:
-            return self.wo(self.activation(x))
-        gate, x = mx.split(x, 2, axis=-1)
-        return self.wo(self.activation(gate) * x)
+    def attend(self, q, bias=None):
+        """q (heads, L, d_kv), bias (heads, L, S) -> (heads, L, d_kv), S the first positions."""
+        k, v, mask = self.keys, self.values, None
+        if bias is not None:
+            k, v = k[:, : bias.shape[-1]], v[:, : bias.shape[-1]]
+            mask = bias[None].astype(q.dtype)
+        return mx.fast.scaled_dot_product_attention(q[None], k[None], v[None], scale=1, mask=mask)[
+            0
+        ]
 
 
-class Layer:
-    """Self-attention, in the decoder cross-attention, and the feed-forward, each x + f(norm(x))."""
+class RelativeBias(nn.Embedding):
+    """T5's bias for the distance of a key from a query, in buckets: (buckets, heads)."""
 
-    def __init__(self, config, weights, name, decoder):
-        n = 3 if decoder else 2
-        self.norms = [RMSNorm(config, weights, f"{name}.layer.{i}.layer_norm") for i in range(n)]
-        self.self_attention = Attention(config, weights, f"{name}.layer.0.SelfAttention")
-        if decoder:
-            self.cross_attention = Attention(config, weights, f"{name}.layer.1.EncDecAttention")
-        self.feed_forward = FeedForward(config, weights, f"{name}.layer.{n - 1}.DenseReluDense")
-
-    def encode(self, x, bias):
-        attention = self.self_attention
-        q, k, v = attention.split(attention.qkv(self.norms[0](x)), 3)
-        x = x + attention.attend(q, k.swapaxes(1, 2), v, bias)
-        return x + self.feed_forward(self.norms[1](x))
-
-    def decode(self, x, bias, cache, position, new):
-        """x (width, d_model) at `position`, the first `new` rows real; bias (heads, width, keys)"""
-        attention = self.self_attention
-        q, k, v = attention.split(attention.qkv(self.norms[0](x)), 3)
-        k, v = cache.update(k, v, position, new, bias.shape[-1])
-        x = x + attention.attend(q, k, v, bias)
-        attention = self.cross_attention
-        (q,) = attention.split(attention.q(self.norms[1](x)))
-        x = x + attention.attend(q, cache.cross_keys, cache.cross_values)
-        return x + self.feed_forward(self.norms[2](x))
-
-
-class LayerCache:
-    """One decoder layer's keys (heads, d_kv, positions) and values (heads, positions, d_kv).
-
-    The CPU wants the keys in memory as their shape says, the GPU like the values.
-    """
-
-    def __init__(self, keys, values):
-        """keys, values: those of the prompt, both (heads, S, d_kv)."""
-        self.axis = 2 if cpu.in_use() else 1  # along which keys are appended
-        self.cross_keys, self.cross_values = keys.swapaxes(1, 2), values
-        if cpu.in_use():
-            self.cross_keys, self.cross_values = cpu.lay_out(self.cross_keys, values)
-        self.keys = self.values = None
-
-    def update(self, k, v, start, new, positions):
-        """Write the first `new` of k, v (heads, L, d_kv) at `start`; return `positions` of all.
-
-        The others, which the next ones overwrite, are cut off where they do not fit or might
-        overflow: a masked infinity would not be masked.
-        """
-        if start + k.shape[1] > positions or k.dtype == mx.float16:
-            k, v = k[:, :new], v[:, :new]
-        self.keys = write(self.keys, k.swapaxes(1, self.axis), start, positions, self.axis)
-        self.values = write(self.values, v, start, positions, 1)
-        keys = self.keys if self.axis == 2 else self.keys.swapaxes(1, 2)
-        return keys[:, :, :positions], self.values[:, :positions]
-
-
-def write(array, new, start, positions, axis):
-    """Write `new` into the array at `start`, where need be with room for that many positions."""
-    shape = list(new.shape)
-    shape[axis] = positions - (0 if array is None else array.shape[axis])
-    if shape[axis] > 0:
-        room = mx.zeros(shape, new.dtype)
-        array = room if array is None else mx.concatenate([array, room], axis=axis)
-    array[(slice(None),) * axis + (slice(start, start + new.shape[axis]),)] = new
-    return array
-
-
-class Cache:
-    """What one generation has computed so far; the caller holds it."""
-
-    def __init__(self, layers):
-        self.layers, self.offset = layers, 0  # how many tokens have been fed
-
-    def trim(self, n: int):
-        """Forget the last n tokens: only a length moves. ValueError unless 0 <= n <= offset."""
-        if not 0 <= n <= self.offset:
-            raise ValueError(f"cannot trim {n} of the cache's {self.offset} tokens")
-        self.offset -= n
-
-
-class RelativeBias:
-    """T5's bucketed relative-position bias, as tables that a pass only slices."""
-
-    def __init__(self, config, weights, name, dtype):
-        shape = (config.relative_attention_num_buckets, config.num_heads)
-        name = f"{name}.layer.0.SelfAttention.relative_attention_bias.weight"
-        self.weight = weights.take(name, *shape).astype(mx.float32)
-        mx.eval(self.weight)
-        self.bidirectional = name.startswith("encoder")
+    def __init__(self, config, bidirectional):
+        super().__init__(config.relative_attention_num_buckets, config.num_heads)
+        self.bidirectional = bidirectional
         self.max_distance = config.relative_attention_max_distance
-        self.dtype, self.table = dtype, None
+        self._reach = 0
+        self._table = None  # of all distances from -_reach on, in the decoder
 
-    def of(self, distance):
-        """Bias at `distance` = key position - query position, numpy (N,) -> (heads, N)."""
+    def buckets(self, distance):
+        """The bucket of each distance = key position - query position, numpy integers (N,)."""
         buckets, base = self.weight.shape[0], np.zeros_like(distance)
         if self.bidirectional:
             buckets //= 2
@@ -231,106 +135,197 @@ class RelativeBias:
         far = np.log(np.maximum(distance, 1).astype(np.float32) / np.float32(exact))
         far = far / np.float32(math.log(self.max_distance / exact)) * np.float32(buckets - exact)
         far = np.minimum(exact + far.astype(np.int64), buckets - 1)
-        return self.weight[mx.array(base + np.where(distance < exact, distance, far))].T
+        return base + np.where(distance < exact, distance, far)
 
-    def encoder(self, length):
-        """(heads, length, length), every query seeing every key."""
-        return self._shifted(self.of(np.arange(1 - length, length)), length, length, length - 1)
+    def row(self, first, last):
+        """Of the distances first … last - 1, (heads, last - first) float32; in the decoder -inf
+        where a key is yet to come."""
+        distance = np.arange(first, last)
+        row = self.weight[mx.array(self.buckets(distance))].astype(mx.float32).T
+        return row if self.bidirectional else mx.where(mx.array(distance > 0), -math.inf, row)
 
-    def decoder(self, position, width, keys):
-        """(heads, width, keys) for queries from `position` on; -inf where a key is yet to come."""
-        if self.table is None or self.table.shape[2] < 2 * keys:
-            # table[h, r, i]: query r rows below one that stands `reach - 1 - i` after the key
-            reach = 4 * max(keys, CHUNK)  # far more than is needed now, so that it is seldom built
-            distance = np.arange(2 * reach + MAX_WIDTH) - (reach - 1) - MAX_WIDTH
-            row = mx.where(mx.array(distance > 0), -mx.inf, self.of(distance))
-            table = self._shifted(row, MAX_WIDTH, 2 * reach, MAX_WIDTH)
-            mx.eval(table)
-            self.table = table
-        first = self.table.shape[2] // 2 - 1 - position
-        return self.table[:, :width, first : first + keys]
+    def __call__(self, position, length, keys):
+        """(heads, length, keys) for queries from `position` on."""
+        first, last = 1 - position - length, keys - position
+        if self.bidirectional or self.training:
+            row = self.row(first, last)
+        else:
+            if self._reach < -first or self._table.shape[1] < self._reach + last:
+                self._reach = 4 * max(keys, STEP)  # more than is needed now
+                self._table = self.row(-self._reach, keys + STEP)
+                mx.eval(self._table)
+            row = self._table[:, self._reach + first : self._reach + last]
+        if length == 1:
+            return row[:, None]
+        # Row r is row[length - 1 - r :]: rows laid one after another, read with one column less.
+        heads, columns = row.shape
+        rows = mx.broadcast_to(row[:, None], (heads, length, columns)).reshape(heads, -1)
+        rows = rows[:, length - 1 : length * columns - 1]
+        return rows.reshape(heads, length, columns - 1)[:, :, :keys]
 
-    def _shifted(self, row, height, width, first):
-        """row (heads, N) -> (heads, height, width), of which row r is row[:, first - r :]"""
-        strides = (row.shape[1], -1, 1)
-        rows = mx.as_strided(row, (row.shape[0], height, width), strides, first)
-        return mx.contiguous(rows).astype(self.dtype)
+
+class Attention(nn.Module):
+    """Multi-head attention without 1/sqrt(d_kv): T5 folds that factor into its initialization."""
+
+    def __init__(self, config, bias=None, cross=False):
+        super().__init__()
+        self.heads, inner = config.num_heads, config.num_heads * config.d_kv
+        if cross:
+            self.q = linear(config.d_model, inner)
+            self.kv = linear(config.d_model, 2 * inner)
+        else:
+            self.qkv = linear(config.d_model, 3 * inner)
+        self.o = linear(inner, config.d_model)
+        if bias:
+            self.relative_attention_bias = bias
+
+    def split(self, x, parts):
+        """(L, parts * heads * d_kv) -> parts arrays (heads, L, d_kv)"""
+        x = x.reshape(x.shape[0], parts * self.heads, -1).swapaxes(0, 1)
+        return mx.split(x, parts) if parts > 1 else [x]
+
+    def __call__(self, x, memory, position=None, new=None, bias=None):
+        """x (L, d_model) -> (L, d_model)
+
+        memory: KeysAndValues, to which the decoder adds those of the first `new` rows of x, from
+        `position` on; in the encoder the class, since all are there at once.
+        bias(position, length): (heads, length, keys).
+        """
+        if "q" in self:
+            (q,) = self.split(project(self.q, x), 1)
+        else:
+            q, k, v = self.split(project(self.qkv, x), 3)
+            if position is None:
+                memory, position = memory(k, v), 0
+            else:
+                memory.update(k[:, :new], v[:, :new], position)
+        y = []
+        for start in range(0, x.shape[0], QUERIES):
+            part = q[:, start : start + QUERIES]
+            y.append(memory.attend(part, bias and bias(position + start, part.shape[1])))
+        y = y[0] if len(y) == 1 else mx.concatenate(y, axis=1)
+        return project(self.o, y.swapaxes(0, 1).reshape(x.shape[0], -1))
 
 
-class T5:
+class FeedForward(nn.Module):
+    """wo(act(wi x)), or wo(act(wi_0 x) * (wi_1 x)) where the checkpoint is gated."""
+
+    def __init__(self, config):
+        super().__init__()
+        self.wi = linear(config.d_model, (2 if config.is_gated else 1) * config.d_ff)
+        self.wo = linear(config.d_ff, config.d_model)
+        self.act, self.is_gated = Activation(config.activation), config.is_gated
+
+    def __call__(self, x):
+        x = project(self.wi, x).astype(mx.float32)
+        if not self.is_gated:
+            return project(self.wo, self.act(x))
+        gate, x = mx.split(x, 2, axis=-1)
+        return project(self.wo, self.act(gate) * x)
+
+
+class Sublayer(nn.Module):
+    """A part of a block with the norm of its input: x + part(norm(x))."""
+
+    def __init__(self, config, name, part):
+        super().__init__()
+        self.name, self[name] = name, part
+        self.layer_norm = nn.RMSNorm(config.d_model, config.layer_norm_epsilon)
+
+    def __call__(self, x, *arguments):
+        # The residual stream x is float32 in every precision: in float16 many T5s overflow it.
+        return x + self[self.name](self.layer_norm(x), *arguments)
+
+
+class Block(nn.Module):
+    """Self-attention, in the decoder cross-attention, and the feed-forward."""
+
+    def __init__(self, config, bias, decoder):
+        super().__init__()
+        self.layer = [Sublayer(config, "SelfAttention", Attention(config, bias))]
+        if decoder:
+            self.layer += [Sublayer(config, "EncDecAttention", Attention(config, cross=True))]
+        self.layer += [Sublayer(config, "DenseReluDense", FeedForward(config))]
+
+
+class Stack(nn.Module):
+    """The encoder or the decoder. Its blocks share the first one's relative bias, or have one each
+    (umT5)."""
+
+    def __init__(self, config, depth, decoder):
+        super().__init__()
+
+        def bias(i):
+            own = i == 0 or config.bias_in_every_layer
+            return RelativeBias(config, bidirectional=not decoder) if own else None
+
+        self.block = [Block(config, bias(i), decoder) for i in range(depth)]
+        self.final_layer_norm = nn.RMSNorm(config.d_model, config.layer_norm_epsilon)
+
+    def biases(self, keys):
+        """For each block bias(position, length) -> (heads, length, keys), which keeps its last
+        result: most blocks ask for the same."""
+        biases = []
+        for block in self.block:
+            bias = block.layer[0].SelfAttention.get("relative_attention_bias")
+            if bias:
+                bias = functools.lru_cache(maxsize=1)(functools.partial(bias, keys=keys))
+            biases.append(bias or biases[-1])
+        return biases
+
+
+class Cache:
+    """What one generation has computed so far; the caller holds it."""
+
+    def __init__(self, layers):
+        self.layers = layers  # KeysAndValues of the output and of the prompt, for each block
+        self.offset = 0  # how many tokens have been fed
+
+    def trim(self, n: int):
+        """Forget the last n tokens: only a length moves. ValueError unless 0 <= n <= offset."""
+        if not 0 <= n <= self.offset:
+            raise ValueError(f"cannot trim {n} of the cache's {self.offset} tokens")
+        self.offset -= n
+
+
+class T5(nn.Module):
     """An encoder-decoder whose `start` and `decode` are all that the decoders ask of a model.
 
     eos_ids: the ids that end a text, from generation_config.json, else config.json (maybe none).
     vocab_size: the width of the logits, which may exceed the tokenizer's ids.
+    alpha: what one more token adds to the cost of a pass, in passes over one token.
     """
 
     is_encoder_decoder = True
+    alpha = 0.05
+    keys_and_values = KeysAndValues
+    fewest, most = 1, WIDEST  # rows of a block, see `check_rows`
 
-    def __init__(self, config, weights):
-        self.config, self.eos_ids, self.vocab_size = config, config.eos_ids, config.vocab_size
-        if not any(name.startswith("decoder.block") for name in weights.tensors):
-            raise ValueError("encoder-only checkpoints are not supported: there is no decoder")
-        shape = (config.vocab_size, config.d_model)
-        names = [n for n in checkpoint.EMBEDDINGS if n in weights.tensors] or checkpoint.EMBEDDINGS
-        self.embedding = weights.matrix([names[0].removesuffix(".weight")], *shape)
-        own_head = "lm_head.weight" in weights.tensors
-        self.head = Linear(weights.matrix(["lm_head"], *shape) if own_head else self.embedding)
-        self.encoder = self._stack(weights, "encoder", config.num_layers)
-        self.decoder = self._stack(weights, "decoder", config.num_decoder_layers)
-        self.encoder_norm = RMSNorm(config, weights, "encoder.final_layer_norm")
-        factor = config.d_model**-0.5 if config.scale_outputs else 1.0
-        self.decoder_norm = RMSNorm(config, weights, "decoder.final_layer_norm", factor)
-        weights.finish()
-        linear = [self.head]  # all that a pass multiplies with
-        for layer in self.decoder[0]:
-            attention, cross, wide = layer.self_attention, layer.cross_attention, layer.feed_forward
-            linear += [attention.qkv, attention.o, cross.q, cross.o, wide.wi, wide.wo]
-        self.large_pages = cpu.LargePages(cpu.for_few_rows(linear))
-        self.widths, self.step = self._find_widths()
+    def __init__(self, config):
+        super().__init__()
+        self.config, self.vocab_size = config, config.vocab_size
+        self.shared = nn.Embedding(config.vocab_size, config.d_model)
+        self.encoder = Stack(config, config.num_layers, decoder=False)
+        self.decoder = Stack(config, config.num_decoder_layers, decoder=True)
+        if config.own_head:
+            self.lm_head = linear(config.d_model, config.vocab_size)
 
-    def _find_widths(self):
-        """cpu.find_widths of what rounds: one decoder layer and the head, or a part of it."""
-        layer, biases = self.decoder[0][0], self.decoder[1]
-        c, most = self.config, CHUNK - MAX_WIDTH - 1
-        x = mx.random.normal((MAX_WIDTH, c.d_model), key=mx.random.key(0))
-        past = mx.random.normal((c.num_heads, most, c.d_kv), key=mx.random.key(1))
-        past = past.astype(layer.self_attention.qkv.dtype)
-
-        def rows(n, position=most, keys=CHUNK):
-            cache = LayerCache(past, past)
-            cache.update(past[:, :position], past[:, :position], 0, position, keys)
-            y = layer.decode(x[:n], biases[0].decoder(position, n, keys), cache, position, n)
-            few_rows = self.head.few_rows
-            y = mx.concatenate([y, few_rows(y, part=True) if few_rows else self.head(y)], axis=1)
-            mx.eval(y)  # one at a time: in half precision MLX's CPU backend copies the weights
-            return y
-
-        return find_widths(rows)
-
-    def _stack(self, weights, name, depth):
-        """The layers of one stack and their relative biases: one for all, or one each (umT5)."""
-        c, blocks = self.config, [f"{name}.block.{i}" for i in range(depth)]
-        own = blocks if c.bias_in_every_layer else blocks[:1]
-        biases = [RelativeBias(c, weights, block, self.head.dtype) for block in own]
-        return [Layer(c, weights, block, name == "decoder") for block in blocks], biases
+    @property
+    def eos_ids(self):
+        return self.config.eos_ids
 
     def embed(self, tokens):
-        """The residual stream is float32 in every precision: in float16 many T5s overflow it."""
+        """(L,) -> (L, d_model) float32"""
         tokens = mx.minimum(tokens, self.vocab_size - 1)  # out of range, MLX would read garbage
-        weight, scales, quantization = self.embedding
-        rows = weight[tokens]
-        if scales:
-            rows = mx.dequantize(rows, *(part[tokens] for part in scales), **quantization)
-        return rows.astype(mx.float32)
+        return self.shared(tokens).astype(mx.float32)
 
     def encode(self, prompt):
         """prompt (S,) token ids -> (S, d_model)"""
-        layers, biases = self.encoder
-        biases = [b.encoder(prompt.size) for b in biases]
         x = self.embed(prompt)
-        for i, layer in enumerate(layers):
-            x = layer.encode(x, biases[i % len(biases)])
-        return self.encoder_norm(x)
+        for block, bias in zip(self.encoder.block, self.encoder.biases(prompt.size), strict=True):
+            attention, feed_forward = block.layer
+            x = feed_forward(attention(x, self.keys_and_values, None, None, bias))
+        return self.encoder.final_layer_norm(x)
 
     def start(self, prompt):
         """Encode the prompt: (S,) integer ids -> an empty Cache, the first token to feed (1,).
@@ -344,10 +339,12 @@ class T5:
         wrong = [i for i in prompt.tolist() if not 0 <= i < self.vocab_size]
         if wrong:
             raise ValueError(f"token id {wrong[0]} in the prompt; there are {self.vocab_size} ids")
-        memory = self.encode(prompt.astype(mx.uint32))
-        cross = [layer.cross_attention for layer in self.decoder[0]]
-        cache = Cache([LayerCache(*a.split(a.kv(memory), 2)) for a in cross])
-        return cache, mx.array([self.config.start_id], mx.uint32)
+        encoded, layers = self.encode(prompt.astype(mx.uint32)), []
+        for block in self.decoder.block:
+            attention = block.layer[1].EncDecAttention
+            k, v = attention.split(project(attention.kv, encoded), 2)
+            layers.append((self.keys_and_values(), self.keys_and_values(k, v)))
+        return Cache(layers), mx.array([self.config.start_id], mx.uint32)
 
     def decode(self, tokens, cache):
         """One pass: tokens (L,) integer ids -> logits (L, vocab_size); the cache grows by L.
@@ -357,30 +354,108 @@ class T5:
         """
         if tokens.ndim != 1 or tokens.size == 0:
             raise ValueError(f"decode takes (L,) token ids, at least one, not {tokens.shape}")
-        self.large_pages.count_pass()
         logits, done = [], 0
         while done < tokens.size:
-            # How many keys a row sees, masked or not, is told by its position alone.
-            width = min(tokens.size - done, CHUNK - cache.offset % CHUNK)
-            width = math.ceil(width / math.ceil(width / self.widths[1]))  # in equal parts
-            logits.append(self._block(tokens[done : done + width], cache))
+            width = min(tokens.size - done, self.keys_and_values.room(cache.offset))
+            width = math.ceil(width / math.ceil(width / self.most))  # in equal parts
+            logits.append(self.decode_block(tokens[done : done + width], cache))
             done += width
         return logits[0] if len(logits) == 1 else mx.concatenate(logits)
 
-    def _block(self, tokens, cache):
+    def decode_block(self, tokens, cache):
+        """`decode` for as many tokens as `most` allows, filled up where there are fewer."""
         new, position = tokens.size, cache.offset
-        width = max(new, self.widths[0])
-        if width > new:
-            tokens = mx.pad(tokens, (0, width - new))  # rows that nobody reads
-        layers, biases = self.decoder
-        step = self.step if position < CHUNK else CHUNK
-        keys = math.ceil((position + new) / step) * step
-        biases = [b.decoder(position, width, keys) for b in biases]
+        if new < self.fewest:
+            tokens = mx.pad(tokens, (0, self.fewest - new))  # rows that nobody reads
         x = self.embed(tokens)
-        for i, (layer, layer_cache) in enumerate(zip(layers, cache.layers, strict=True)):
-            x = layer.decode(x, biases[i % len(biases)], layer_cache, position, new)
+        biases = self.decoder.biases(self.keys_and_values.visible(position + new))
+        # A cache for fewer layers runs these only, see `check_rows`.
+        for block, (own, prompt), bias in zip(self.decoder.block, cache.layers, biases):  # noqa: B905
+            attention, cross_attention, feed_forward = block.layer
+            x = attention(x, own, position, new, bias)
+            x = feed_forward(cross_attention(x, prompt))
         cache.offset += new
-        return self.head(self.decoder_norm(x))[:new]
+        x = self.decoder.final_layer_norm(x)
+        if self.config.scale_outputs:
+            x = x * self.config.d_model**-0.5
+        return project(self.lm_head if "lm_head" in self else self.shared, x)[:new]
+
+    def __call__(self, prompt, target):
+        """Teacher forcing, for training: prompt (S,), target (T,) ids -> logits (T, vocab_size)."""
+        cache, start = self.start(prompt)
+        return self.decode(mx.concatenate([start, target[:-1].astype(mx.uint32)]), cache)
+
+    def check_rows(self, sample=range(1, WIDEST)):
+        """Finds the `fewest` and `most` rows of a block between which a row has the same bits.
+
+        Products of matrices round in other ways for one, for a few and for many rows, at limits
+        that depend on the device, its library and the shapes. So narrower blocks are filled up and
+        wider ones are cut. Where there are no such limits, a block has one row. What is compared is
+        the work of one layer and the head; sample: the numbers of rows and the places that are.
+        """
+        shape = self.config.num_heads, STEP - WIDEST - 1, self.config.d_kv
+        qkv = self.decoder.block[0].layer[0].SelfAttention.qkv
+        past = mx.random.normal(shape, key=mx.random.key(0))
+        past = past.astype(project(qkv, mx.zeros((1, self.config.d_model))).dtype)
+        tokens = mx.arange(WIDEST, dtype=mx.uint32) % self.vocab_size
+
+        def rows(first, last):
+            own, prompt = self.keys_and_values(), self.keys_and_values(past, past)
+            own.update(past, past, 0)
+            cache = Cache([(own, prompt)])
+            cache.offset = shape[1]
+            for part in (tokens[:first], tokens[first:last]) if first else (tokens[:last],):
+                logits = self.decode_block(part, cache)
+                mx.eval(logits)
+            return logits
+
+        for low, high in [(low, high) for high in (WIDEST, 16) for low in (1, 2, 4, 8, 16)]:
+            self.fewest, self.most = low, high
+            whole = rows(0, high)
+            parts = [part for n in sample if n < high for part in ((0, n), (n, n + 1))]
+            same = (mx.array_equal(rows(i, j), whole[i:j], equal_nan=True) for i, j in parts)
+            if all(same):
+                return
+        self.fewest = self.most = 1
+
+    def sanitize(self, weights):
+        """A checkpoint's tensors by Hugging Face's names -> those of this model's parameters."""
+        weights = dict(weights)
+        for part in ("weight", "scales", "biases"):
+            names = [name.replace("weight", part) for name in checkpoint.EMBEDDINGS]
+            for name in [n for n in names if n in weights][:1]:
+                weights[names[0]] = weights[name]
+            for name in names[1:]:
+                weights.pop(name, None)
+        for name in checkpoint.UNUSED - {checkpoint.EMBEDDINGS[0]}:
+            weights.pop(name, None)
+        for name in list(weights):
+            for whole, parts in JOINED.items():
+                head, found, tail = name.partition(f"{parts[0]}.")
+                pieces = [f"{head}{part}.{tail}" for part in parts]
+                if found and all(piece in weights for piece in pieces):
+                    arrays = [weights.pop(piece) for piece in pieces]
+                    weights[f"{head}{whole}.{tail}"] = mx.concatenate(arrays)
+        for name, array in weights.items():
+            # In float16 the product with wo overflows in many T5s.
+            if array.dtype == mx.float16 and (".wo." in name or array.ndim == 1):
+                weights[name] = array.astype(mx.float32)
+        return weights
+
+
+# Matrices that share their input, by the place of the first one's name
+JOINED = {
+    "SelfAttention.qkv": ["SelfAttention.q", "SelfAttention.k", "SelfAttention.v"],
+    "EncDecAttention.kv": ["EncDecAttention.k", "EncDecAttention.v"],
+    "DenseReluDense.wi": ["DenseReluDense.wi_0", "DenseReluDense.wi_1"],
+}
+
+
+def few_rows(path):
+    """Is the module at this path one for the few rows of a pass, not for those of a prompt?"""
+    return path in ("lm_head", "shared") or (
+        path.startswith("decoder.") and not path.endswith("EncDecAttention.kv")
+    )
 
 
 def load(path_or_id):
@@ -391,10 +466,25 @@ def load(path_or_id):
     """
     try:
         folder = checkpoint.find_folder(path_or_id)
-        config = checkpoint.read_config(folder)
-        # Nobody else holds the tensors, so that each can go when it has become part of the model.
-        weights = checkpoint.Weights(checkpoint.open_tensors(folder), config.quantization)
-        model = T5(config, weights)
+        config, weights = checkpoint.read_config(folder), checkpoint.open_tensors(folder)
+        checkpoint.check_depth(config, weights)
+        model = T5(replace(config, own_head="lm_head.weight" in weights))
+        weights = model.sanitize(weights)
+        with checkpoint.one_line("config.json and the weights disagree"):
+            if config.quantization:
+                nn.quantize(
+                    model,
+                    **config.quantization,
+                    class_predicate=lambda path, _: f"{path}.scales" in weights,
+                )
+            model.load_weights(list(weights.items()))
+        del weights
+        tied = not model.config.own_head
+        model.eval()
+        cpu.prepare(model, lambda path: few_rows(path) and (path != "shared" or tied))
+        for _, parameter in tree_flatten(model.parameters()):
+            mx.eval(parameter)  # one at a time, so that what it was made from can go
+        model.check_rows()
         return model, checkpoint.load_tokenizer(folder, config.vocab_size)
     except ValueError as error:
         raise ValueError(f"{path_or_id}: {error}") from None

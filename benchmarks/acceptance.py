@@ -16,7 +16,6 @@ import sys
 from common import ROOT
 
 sys.path.insert(0, str(ROOT))
-import fast_blas  # noqa: E402, F401  isort: skip
 import mlx.core as mx  # noqa: E402
 
 from decoder import Decoder, Sampler  # noqa: E402

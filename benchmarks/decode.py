@@ -44,7 +44,6 @@ SECONDS = 540  # no further run is begun that would end later than this
 
 def mlx(folder):
     sys.path.insert(0, str(ROOT))
-    import fast_blas  # noqa: F401  isort: skip
     import mlx.core as mx
 
     from decoder import Decoder, SpeculativeDecoder
@@ -176,7 +175,6 @@ def serve_engine(name, folder):
 def choose_prompts():
     """Token ids: one prompt of 400 tokens, and six that the demo model edits right."""
     sys.path.insert(0, str(ROOT))
-    import fast_blas  # noqa: F401  isort: skip
     import mlx.core as mx
 
     from model import load

@@ -164,7 +164,6 @@ def head_line():
 
 
 def ours(folder, draft_folder, prompts, precisions, size, eos, max_tokens):
-    import fast_blas  # noqa: F401  isort: skip
 
     from convert import convert
     from cpu import MAX_WIDTH

@@ -18,7 +18,6 @@ import sys
 from common import ROOT, SIZES, checkpoint, median, note
 
 sys.path.insert(0, str(ROOT))
-import fast_blas  # noqa: E402, F401  isort: skip
 import mlx.core as mx  # noqa: E402
 
 from decoder import Decoder, SpeculativeDecoder  # noqa: E402

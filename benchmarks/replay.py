@@ -16,7 +16,6 @@ import sys
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
-import fast_blas  # noqa: F401  isort: skip
 import mlx.core as mx
 import sentencepiece
 

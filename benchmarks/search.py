@@ -35,7 +35,6 @@ def context(size):
 
 def use_mlx():
     sys.path.insert(0, str(ROOT))
-    import fast_blas  # noqa: F401  isort: skip
     import mlx.core as mx
 
     from prompt_lookup import find_draft
@@ -82,7 +81,6 @@ def use_python_loop():
 
 def use_mlx_loop():
     sys.path.insert(0, str(ROOT))
-    import fast_blas  # noqa: F401  isort: skip
     import mlx.core as mx
 
     return loop(lambda a, b: mx.array_equal(a, b).item()), lambda ids: mx.array(ids, mx.uint32)

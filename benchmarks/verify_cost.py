@@ -22,7 +22,6 @@ ALONE = 0  # in place of a width: one token without dummy rows
 def measure(folder, runs):
     """Median seconds of a pass over 1 … 25 tokens, and over 1 without any dummy row."""
     sys.path.insert(0, str(ROOT))
-    import fast_blas  # noqa: F401  isort: skip
     import mlx.core as mx
 
     from model import load

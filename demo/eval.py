@@ -15,7 +15,6 @@ from pathlib import Path
 
 HERE = Path(__file__).parent
 sys.path.insert(0, str(HERE.parent))
-import fast_blas  # noqa: E402, F401, I001
 from decoder import Decoder, SpeculativeDecoder  # noqa: E402
 from model import load  # noqa: E402
 from prompt_lookup import PromptLookupDecoder  # noqa: E402

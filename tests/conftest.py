@@ -6,5 +6,3 @@ from pathlib import Path
 
 os.environ.setdefault("HF_HUB_OFFLINE", "1")  # no test needs the network
 sys.path.insert(0, str(Path(__file__).parent.parent))
-
-import fast_blas  # noqa: E402, F401  (before mlx.core)

@@ -13,7 +13,6 @@ import numpy as np
 import pytest
 
 import cpu
-import fast_blas
 from cpu import CHUNK, MAX_WIDTH, SETTLED, STEP
 from model import LayerCache, load
 

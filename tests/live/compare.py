@@ -14,7 +14,6 @@ from pathlib import Path
 
 sys.path[:0] = [str(Path(__file__).parents[2]), str(Path(__file__).parents[1])]
 
-import fast_blas  # noqa: E402, F401  isort: skip  (before mlx.core)
 import mlx.core as mx  # noqa: E402
 import numpy as np  # noqa: E402
 from make_golden import FAMILIES, make, reference  # noqa: E402
