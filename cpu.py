@@ -1,16 +1,16 @@
 """All that MLX's CPU backend needs, in one file that a reader with a GPU can skip.
 
-`prepare(model)` makes any float32 `nn.Module` fast on the CPU, and gives a row of its results the
-same bits among any others. It does three things:
+`prepare(model)` makes an `nn.Module` fast on the CPU and gives a row of its results the same bits
+among any others:
 
-- MLX's Linux wheel links a reference BLAS of about 2 GFLOP/s; `load_blas` puts OpenBLAS, from the
-  package scipy-openblas32, in its place.
-- Leaf modules are swapped, as `nn.quantize` does: the matrix of a `BlockLinear` lies in narrow
-  blocks, which OpenBLAS reads once from memory, whatever the number of rows.
-- A model with `model.keys_and_values` (T5 here) gets `KeysAndValues`, attention in chunks of keys.
+- MLX's Linux wheel links a reference BLAS of about 2 GFLOP/s. `load_blas` puts OpenBLAS in its
+  place, from the package scipy-openblas32, on one thread: MLX's streams share the work instead.
+- Leaf modules are swapped, as `nn.quantize` does: the matrix of a `BlockLinear` lies so that it is
+  read once from memory, in sequence, whatever the number of rows.
+- A T5 gets `KeysAndValues`, attention in chunks of keys.
 
-In which of these products a row's bits depend on the number of rows is found by trying; where they
-do, each row becomes a product of its own.
+Whether a row's bits depend on the number of rows is tried for each product, before it is used; a
+product of which that is true is made a row at a time.
 """
 
 import ctypes
@@ -29,12 +29,13 @@ import mlx.nn as nn
 import numpy as np
 from mlx.utils import tree_map_with_path
 
-FEW = 32  # rows of a narrow pass, the most that are one product
-BLOCK = 32  # columns of a block
-DEPTH = 960  # longest sum: OpenBLAS computes up to 10**6 multiplications in its most direct way
-CHUNK = 256  # keys of a product of attention
+FEW = 32  # the most rows of a pass
+NARROW = 32  # columns of a narrow block
+DEPTH = 960  # of a narrow block: FEW * NARROW * DEPTH is what OpenBLAS takes for a small product
+CHUNK = 256  # keys of a product in attention
 STEP = 64  # where these are all, there may be fewer, in such steps
-QUERIES = 512  # of a prompt whose scores are in memory at the same time
+LARGE = 2**20  # bytes of a matrix that is worth two streams
+ALONE = ("OPENBLAS_NUM_THREADS", "OMP_NUM_THREADS", "GOTO_NUM_THREADS")
 
 
 def in_use():
@@ -42,124 +43,140 @@ def in_use():
     return mx.default_device() == mx.Device(mx.cpu)
 
 
+@functools.cache
+def streams():
+    """A stream for each core, up to 8; the first is the default one."""
+    more = min(len(os.sched_getaffinity(0)) if sys.platform == "linux" else 1, 8) - 1
+    return [None] + [mx.new_thread_local_stream(mx.cpu) for _ in range(more)]
+
+
 # A fast BLAS
 
 
+@functools.cache
 def load_blas():
-    """Let MLX's matrix products run on OpenBLAS; True where they do, or need not (macOS).
+    """Let MLX's matrix products run on OpenBLAS -> the name of its kernels, "" for any other
+    library, None where MLX's slow one stays, which is said in a line.
 
     FAST_BLAS=0 in the environment switches this off; FAST_BLAS=PATH takes another library, one that
-    exports cblas_sgemm. OPENBLAS_CORETYPE chooses OpenBLAS's kernels, as always.
+    exports cblas_sgemm. OPENBLAS_CORETYPE and OPENBLAS_NUM_THREADS are heeded.
     """
     choice = os.environ.get("FAST_BLAS", "")
-    if sys.platform != "linux" or choice == "0":
-        return sys.platform != "linux"
+    if sys.platform != "linux":
+        return ""  # Accelerate
+    if choice == "0":
+        return None
     try:
         if choice:
-            function = ctypes.CDLL(choice).cblas_sgemm
+            function, kernels = ctypes.CDLL(choice).cblas_sgemm, ""
         else:
-            function = _openblas().scipy_cblas_sgemm
-        _redirect("libmlx.so", b"cblas_sgemm", function)
-        return True
-    except (ImportError, OSError, AttributeError, StopIteration) as error:
-        _warn(f"{choice or 'scipy-openblas32'}: {' '.join(str(error).split())}")
-        return False
+            library = open_openblas()
+            library.scipy_openblas_get_corename.restype = ctypes.c_char_p
+            function, kernels = library.scipy_cblas_sgemm, library.scipy_openblas_get_corename()
+        redirect("libmlx.so", b"cblas_sgemm", function)
+        return kernels.decode() if kernels else ""
+    except (ImportError, OSError, AttributeError, LookupError) as error:
+        print(
+            "cpu.py: MLX's matrix products run on its slow reference BLAS, tens of times slower;"
+            f" remedy: pip install scipy-openblas32 ({' '.join(str(error).split())})",
+            file=sys.stderr,
+        )
+        return None
 
 
-@functools.cache
-def _warn(reason):
-    print(
-        "cpu.py: MLX's matrix products run on its slow reference BLAS, tens of times slower"
-        f" ({reason}); remedy: pip install scipy-openblas32",
-        file=sys.stderr,
-    )
+def open_openblas():
+    """OpenBLAS asks the environment once, while it is loaded; so does NumPy's own, at another time.
 
-
-@functools.cache
-def _openblas():
-    # Kernels without AVX-512 that fuse multiplication and addition round the edges of a product
-    # in other ways than its middle. OpenBLAS asks the environment once, when it is loaded.
-    kernels = None
+    Of its kernels without AVX-512 those that fuse multiplication and addition round the edges of a
+    product in other ways than its middle.
+    """
+    wanted = {} if any(name in os.environ for name in ALONE) else {ALONE[0]: "1"}
     if platform.machine() == "x86_64" and "OPENBLAS_CORETYPE" not in os.environ:
         flags = Path("/proc/cpuinfo").read_text()
-        kernels = None if " avx512f " in flags else "Sandybridge" if " avx " in flags else "Nehalem"
-    if kernels:
-        os.environ["OPENBLAS_CORETYPE"] = kernels
+        if " avx512f " not in flags:
+            wanted["OPENBLAS_CORETYPE"] = "Sandybridge" if " avx " in flags else "Nehalem"
+    os.environ |= wanted
     try:
-        import scipy_openblas32  # it may load the library itself
+        import scipy_openblas32
 
         return ctypes.CDLL(str(Path(scipy_openblas32.get_lib_dir(), "libscipy_openblas.so")))
     finally:
-        if kernels:
-            del os.environ["OPENBLAS_CORETYPE"]
+        for name in wanted:
+            del os.environ[name]
 
 
-def _redirect(library, symbol, function):
-    """Let a loaded library's calls of a function that it imports go to another one.
+def redirect(library, symbol, function):
+    """Let the calls that a loaded library makes of a function it imports go to another one.
 
-    The address lies in a table in the library's memory, which is described there in the terms of
-    the ELF format (64 bits): program headers -> dynamic section -> relocations.
+    The function's address lies in a table in memory, which the ELF format (64 bits) describes:
+    program headers -> dynamic section -> relocations, each with the place and the symbol.
     """
-    read = ctypes.string_at
+
+    def read(form, address):
+        return struct.unpack(form, ctypes.string_at(address, struct.calcsize(form)))
+
     with open("/proc/self/maps") as maps:
-        base = next(int(m.split("-")[0], 16) for m in maps if m.rstrip().endswith(f"/{library}"))
-    (headers,), (count,) = (
-        struct.unpack("<Q", read(base + 32, 8)),
-        struct.unpack("<H", read(base + 56, 2)),
-    )
+        starts = [int(m.split("-")[0], 16) for m in maps if m.rstrip().endswith(f"/{library}")]
+    base, tags = starts[0], {}
+    (headers,), (count,) = read("<Q", base + 32), read("<H", base + 56)
     for header in range(base + headers, base + headers + 56 * count, 56):
-        kind, _, _, address = struct.unpack("<IIQQ", read(header, 24))
+        kind, _, _, address = read("<IIQQ", header)
         if kind == 2:  # PT_DYNAMIC
-            at = base + address
-    tags = {}
-    while tag := struct.unpack("<Q", read(at, 8))[0]:
-        tags[tag] = struct.unpack("<Q", read(at + 8, 8))[0]
-        at += 16
-    names, symbols, table, size = tags[5], tags[6], tags[23], tags[2]  # STRTAB, SYMTAB, JMPREL, …
+            entry = base + address
+            while (pair := read("<QQ", entry))[0]:
+                tags[pair[0]] = pair[1]
+                entry += 16
+    names, symbols, table, size = tags[5], tags[6], tags[23], tags[2]  # DT_STRTAB … DT_PLTRELSZ
     for entry in range(table, table + size, 24):
-        slot, info = struct.unpack("<QQ", read(entry, 16))
-        name = names + struct.unpack("<I", read(symbols + 24 * (info >> 32), 4))[0]
-        if read(name, len(symbol) + 1) == symbol + b"\0":
-            page = (base + slot) // mmap.PAGESIZE * mmap.PAGESIZE
+        place, info = read("<QQ", entry)
+        (name,) = read("<I", symbols + 24 * (info >> 32))
+        if ctypes.string_at(names + name) == symbol:
+            page = (base + place) // mmap.PAGESIZE * mmap.PAGESIZE
             mprotect = ctypes.CDLL(None, use_errno=True).mprotect
             mprotect.argtypes = ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int
             if mprotect(page, mmap.PAGESIZE, mmap.PROT_READ | mmap.PROT_WRITE):
                 raise OSError(ctypes.get_errno(), "mprotect failed")
-            target = ctypes.cast(function, ctypes.c_void_p).value
-            ctypes.c_void_p.from_address(base + slot).value = target
+            address = ctypes.cast(function, ctypes.c_void_p).value
+            ctypes.c_void_p.from_address(base + place).value = address
             return
-    raise OSError(f"{library} imports no {symbol.decode()}")
+    raise LookupError(f"{library} does not import {symbol.decode()}")
 
 
 # Matrices
 
 
 class BlockLinear(nn.Module):
-    """x (L, K) @ weight (N, K).T in float32; nn.Linear with its matrix as OpenBLAS likes it.
+    """nn.Linear in float32: x (L, K) @ weight (N, K).T + bias.
 
-    `blocks` is (N / width, K, width), N filled up with zeros: one block, or narrow ones.
+    `blocks` are arrays (B, K, width), one for each stream, that hold the matrix from left to right,
+    filled up with zeros. In wide blocks it has a block for each stream, in narrow ones many.
     """
 
-    def __init__(self, weight, bias=None):
+    def __init__(self, weight, bias=None, few=True):
         super().__init__()
         self.rows, columns = weight.shape
-        width, self.together = find_layout(self.rows, columns)
+        narrow, self.alone = find_layout(self.rows % 64, columns) if few else (False, False)
+        count = len(streams()[: 2 if few else 8]) if weight.nbytes >= LARGE else 1
+        width = NARROW if narrow else math.ceil(self.rows / count / 16) * 16
         if self.rows % width:
             weight = mx.pad(weight, [(0, -self.rows % width), (0, 0)])
-        self.blocks = mx.contiguous(weight.reshape(-1, width, columns).swapaxes(1, 2))
+        blocks = mx.contiguous(weight.reshape(-1, width, columns).swapaxes(1, 2))
+        half = math.ceil(len(blocks) / count)
+        self.blocks = [blocks[i : i + half] for i in range(0, len(blocks), half)]
         if bias is not None:
             self.bias = bias
 
     def __call__(self, x):
         *outer, columns = x.shape
         x = x.astype(mx.float32).reshape(-1, columns)
-        if len(self.blocks) == 1 or len(x) <= FEW:
-            y = multiply(x, self.blocks, self.together)
+        if self.blocks[0].shape[2] > NARROW or len(x) <= FEW:
+            y = multiply(x, self.blocks, self.alone)
         elif len(x) <= 3 * FEW:
-            parts = (x[i : i + FEW] for i in range(0, len(x), FEW))
-            y = mx.concatenate([multiply(part, self.blocks, self.together) for part in parts])
+            parts = [x[i : i + FEW] for i in range(0, len(x), FEW)]
+            y = mx.concatenate([multiply(part, self.blocks, self.alone) for part in parts])
         else:
-            y = x @ self.blocks.swapaxes(0, 1).reshape(columns, -1)
+            parts = [x @ b.swapaxes(0, 1).reshape(columns, -1) for b in self.blocks]
+            y = mx.concatenate(parts, axis=1)
         y = y[:, : self.rows].reshape(*outer, self.rows)
         return y + self.bias if "bias" in self else y
 
@@ -171,64 +188,58 @@ class BlockEmbedding(BlockLinear):
         return super().__call__(x)
 
     def __call__(self, ids):
-        width = self.blocks.shape[2]
-        return self.blocks[ids // width, :, ids % width]
+        count, _, width = self.blocks[0].shape
+        rows, found = count * width, None
+        for i, blocks in enumerate(self.blocks):
+            here = mx.clip(ids.astype(mx.int32) - i * rows, 0, len(blocks) * width - 1)
+            part = blocks[here // width, :, here % width]
+            found = mx.where((ids < i * rows)[..., None], found, part) if i else part
+        return found
 
 
-def multiply(x, blocks, together):
-    """x (L, K), blocks (B, K, W) -> (L, B * W).
-
-    together: rows of a product; 0: each row is one of its own; else L is filled up to a multiple.
-    """
-    length, (count, columns, width) = len(x), blocks.shape
-    if together == 0:
-        y = (x[:, None] @ blocks[:, None]).squeeze(2)
-    else:
-        x = mx.pad(x, [(0, -length % together), (0, 0)]) if length % together else x
-        pieces = math.ceil(columns / DEPTH) if count > 1 else 1
-        deep = math.ceil(columns / pieces)
-        y = 0
-        for i in range(0, columns, deep):
-            part = (x, blocks) if pieces == 1 else (x[:, i : i + deep], blocks[:, i : i + deep])
-            y = y + product(*part) if i else product(*part)
-    return y.swapaxes(0, 1).reshape(-1, count * width)[:length]
-
-
-def product(x, blocks):
-    """x (L, K) @ blocks (B, K, W) -> (B, L, W), large ones on two cores."""
-    if len(blocks) == 1 or len(x) < 6 or blocks.nbytes < 2**20:
-        return x @ blocks
-    half = len(blocks) // 2
-    return mx.concatenate([x @ blocks[:half], mx.matmul(x, blocks[half:], stream=second_stream())])
+def multiply(x, blocks, alone=False):
+    """x (L, K), blocks [(B, K, width)] -> (L, N), each of `blocks` on a stream of its own. Each row
+    is a product by itself where they are `alone`."""
+    parts = []
+    for part, stream in zip(blocks, streams(), strict=False):
+        columns = part.shape[1]
+        deep = (
+            columns if part.shape[2] > NARROW else math.ceil(columns / math.ceil(columns / DEPTH))
+        )
+        with mx.stream(stream or mx.default_stream(mx.cpu)):
+            y = (
+                product(x[:, :deep], part[:, :deep], alone)
+                if deep < columns
+                else product(x, part, alone)
+            )
+            for i in range(deep, columns, deep):
+                y = y + product(x[:, i : i + deep], part[:, i : i + deep], alone)
+        parts.append(y)
+    y = parts[0] if len(parts) == 1 else mx.concatenate(parts)
+    return y.swapaxes(0, 1).reshape(len(x), -1)
 
 
-@functools.cache
-def second_stream():
-    return mx.new_thread_local_stream(mx.cpu)
-
-
-def find_layout(rows, columns):
-    """How a matrix (rows, columns) is to lie: the width of its blocks, and `together`."""
-    # So many columns of the product have the same kinds of edges as all.
-    few = min(rows, max(2**18 // columns // 64, 2) * 64 + rows % 64)
-    width, together = try_layouts(few, columns)
-    return width or rows, together
+def product(x, blocks, alone):
+    """(L, K) @ (B, K, width) -> (B, L, width)"""
+    return (x[:, None] @ blocks[:, None]).squeeze(2) if alone else x @ blocks
 
 
 @functools.cache
-def try_layouts(rows, columns):
-    """The first layout with which each of 1 to FEW rows has the same bits among any others; a width
-    of 0 stands for one block."""
+def find_layout(edge, columns):
+    """(narrow, alone) for matrices (64 * i + edge, columns): the first layout in which each of
+    1 to FEW rows has the same bits among any others. Blocks as narrow as these are multiplied
+    without being copied by OpenBLAS where it has AVX-512, and elsewhere are best a row at a time."""
+    direct = load_blas() in ("SkylakeX", "Cooperlake", "SapphireRapids")
+    rows = max(2**18 // columns // 64, 2) * 64 + edge
     x = mx.random.normal((FEW, columns), key=mx.random.key(0))
     weight = mx.random.normal((rows, columns), key=mx.random.key(1))
-    weight = mx.pad(weight, [(0, -rows % BLOCK), (0, 0)])
-    narrow = mx.contiguous(weight.reshape(-1, BLOCK, columns).swapaxes(1, 2))
-    whole = mx.contiguous(weight[:rows].T)[None]
-    layouts = [(narrow, 1)] if has_small_kernels() else [(whole, 1), (narrow, 1), (narrow, 4)]
-    for blocks, together in layouts:
-        if rows_agree(functools.partial(multiply, blocks=blocks, together=together), x):
-            return (0 if blocks is whole else BLOCK), together
-    return BLOCK, 0
+    for narrow in (True,) if direct else (False, True):
+        width = NARROW if narrow else rows
+        blocks = mx.pad(weight, [(0, -rows % width), (0, 0)]).reshape(-1, width, columns)
+        blocks = [mx.contiguous(blocks.swapaxes(1, 2))]
+        if rows_agree(lambda r, b=blocks: multiply(r, b), x):
+            return narrow, False
+    return True, True
 
 
 def rows_agree(function, x):
@@ -237,15 +248,6 @@ def rows_agree(function, x):
     same = [mx.array_equal(function(x[:n]), whole[:n]) for n in range(1, FEW)]
     same += [mx.array_equal(function(x[n : n + 1]), whole[n : n + 1]) for n in range(1, FEW, 5)]
     return mx.stack(same).all().item()
-
-
-def has_small_kernels():
-    """Does the library multiply small matrices directly, without copying them first?"""
-    if _openblas.cache_info().currsize == 0:
-        return False
-    name = _openblas().scipy_openblas_get_corename
-    name.restype = ctypes.c_char_p
-    return name() in (b"SkylakeX", b"Cooperlake", b"SapphireRapids")
 
 
 # Attention
@@ -317,13 +319,13 @@ class KeysAndValues:
             if mask.shape[1] < keys.shape[1] or width < keys.shape[3]:  # after trim
                 keys = keys[:, : mask.shape[1], :, :width]
                 values = values[:, : mask.shape[1], :width]
-        return attend(q, keys, values, mask, find_attention(q.shape[2])).astype(q.dtype)
+        return attend(q, keys, values, mask, not rows_are_alike(q.shape[2])).astype(q.dtype)
 
 
-def attend(q, keys, values, mask, together):
+def attend(q, keys, values, mask, alone=False):
     """q (heads, L, d_kv), keys and values in chunks, mask broadcasts to (heads, chunks, L, width)
-    -> (heads, L, d_kv). together: as in `multiply`, 0 or 1."""
-    q, alone = q.astype(mx.float32)[:, None], together == 0
+    -> (heads, L, d_kv). alone: each row's products by themselves."""
+    q = q.astype(mx.float32)[:, None]
     scores = (q[..., None, :] @ keys[:, :, None]).squeeze(3) if alone else q @ keys
     scores = scores if mask is None else scores + mask
     top = scores.max(axis=-1, keepdims=True)
@@ -335,8 +337,8 @@ def attend(q, keys, values, mask, together):
 
 
 @functools.cache
-def find_attention(d_kv):
-    """`together` for `attend`: 1 where a row's bits do not depend on what else is there, else 0."""
+def rows_are_alike(d_kv):
+    """In `attend`: do a row's bits not depend on other rows, nor on masked keys?"""
     most = 3 * CHUNK
     q, keys, values, bias = (
         mx.random.normal(shape, key=mx.random.key(i))
@@ -346,7 +348,7 @@ def find_attention(d_kv):
         k, v, p = keys[0, :width].T, values[0, :width], mx.softmax(bias[:, :width], axis=-1)
         for x, y in (q[0], mx.contiguous(k)), (p, v):
             if not rows_agree(lambda rows, y=y: rows @ y, x):
-                return 0
+                return False
 
     def rows(length, position, visible):
         memory, place = KeysAndValues(), mx.arange(visible)
@@ -354,7 +356,7 @@ def find_attention(d_kv):
         seen = place <= position + mx.arange(length)[:, None]
         mask = mx.where(seen, bias[:length, :visible], -math.inf)
         mask = mask.reshape(1, length, -1, min(visible, CHUNK)).swapaxes(1, 2)
-        return attend(q[:, :length], memory.keys, memory.values, mask, 1)
+        return attend(q[:, :length], memory.keys, memory.values, mask)
 
     same = []
     sizes = [*range(STEP, CHUNK + 1, STEP), 2 * CHUNK, most]
@@ -363,7 +365,7 @@ def find_attention(d_kv):
         same += [mx.array_equal(rows(n, size - FEW, size), whole[:, :n]) for n in (1, 2, 5, 11)]
         more = (rows(FEW, size - FEW, other) for other in sizes if other > size)
         same += [mx.array_equal(other, whole) for other in more]
-    return int(mx.stack(same).all().item())
+    return mx.stack(same).all().item()
 
 
 def exp(x):
@@ -371,33 +373,42 @@ def exp(x):
     return mx.power(math.e, x) if in_use() else mx.exp(x)
 
 
-# What many rows, a prompt's, need: NumPy, whose exp is many times as fast, on all cores
+# For the many rows of a prompt: NumPy, whose exp is several times as fast, on all cores
 
 
 @functools.cache
 def workers():
-    return ThreadPoolExecutor(os.cpu_count())
+    return ThreadPoolExecutor(len(streams()))
 
 
 def attend_whole(q, k, v, bias):
     """The same for an encoder: q (heads, L, d_kv), k, v (heads, S, d_kv), bias (heads, L, S)."""
-    p = q.astype(mx.float32) @ k.astype(mx.float32).swapaxes(1, 2) + bias
-    mx.eval(p)
-    memory = np.array(p, copy=False)
-    total = np.empty((*memory.shape[:2], 1), np.float32)
+    q, k, v = (x.astype(mx.float32) for x in (q, k, v))
+    share = math.ceil(len(q) / len(streams()))
+    heads = [slice(i, i + share) for i in range(0, len(q), share)]
 
-    def softmax(head):
-        scores = memory[head]
-        scores -= scores.max(axis=-1, keepdims=True)
-        np.exp(scores, out=scores)
-        scores.sum(axis=-1, keepdims=True, out=total[head])
+    def each(function):
+        results = []
+        for stream, part in zip(streams(), heads, strict=False):
+            with mx.stream(stream or mx.default_stream(mx.cpu)):
+                results.append(function(part))
+        mx.eval(results)
+        return results
 
-    list(workers().map(softmax, range(len(memory))))
-    return (p @ v.astype(mx.float32) / mx.array(total)).astype(q.dtype)
+    def softmax(p):
+        p -= p.max(axis=-1, keepdims=True)
+        np.exp(p, out=p)
+        return p.sum(axis=-1, keepdims=True)
+
+    scores = each(lambda part: q[part] @ k[part].swapaxes(1, 2) + bias[part])
+    memory = [head for part in scores for head in np.array(part, copy=False)]  # not copied
+    totals = mx.array(np.stack(list(workers().map(softmax, memory))))
+    y = each(lambda part: scores[part.start // share] @ v[part] / totals[part])
+    return mx.concatenate(y)
 
 
 class Activation(nn.Module):
-    """model.Activation, for the rows of a prompt in NumPy where it has an exp in it."""
+    """model.Activation; for many rows in NumPy where it has an exp in it."""
 
     def __init__(self, original):
         super().__init__()
@@ -406,19 +417,16 @@ class Activation(nn.Module):
     def __call__(self, x):
         if len(x) <= FEW or self.original.name in ("relu", "gelu"):
             return self.original(x)
+
+        def part(x):
+            gelu = self.original.name.startswith("gelu")
+            factor = math.sqrt(8 / math.pi) * (1 + 0.044715 * x * x) if gelu else 1
+            return x / (1 + np.exp(-factor * x))
+
         mx.eval(x)
         memory = np.array(x, copy=False)
-        result = np.empty(memory.shape, np.float32)
-        gelu = self.original.name.startswith("gelu")
-
-        def part(rows):
-            x, y = memory[rows], result[rows]
-            factor = math.sqrt(8 / math.pi) * (1 + 0.044715 * x * x) if gelu else 1
-            np.exp(-factor * x, out=y)
-            np.divide(x, 1 + y, out=y)
-
-        list(workers().map(part, (slice(i, i + FEW) for i in range(0, len(x), FEW))))
-        return mx.array(result)
+        parts = (memory[i : i + FEW] for i in range(0, len(x), FEW))
+        return mx.array(np.concatenate(list(workers().map(part, parts))))
 
 
 # Modules
@@ -429,36 +437,40 @@ class RMSNorm(nn.Module):
 
     def __init__(self, weight, eps):
         super().__init__()
-        columns = weight.shape[0]
+        columns = len(weight)
         self.weight, self.eps = weight.astype(mx.float32) * columns**0.5, eps * columns
 
     def __call__(self, x):
         return x * mx.rsqrt((x * x).sum(axis=-1, keepdims=True) + self.eps) * self.weight
 
 
-def prepare(model, narrow=lambda path: True):
+def prepare(model, few=lambda path, module: isinstance(module, nn.Linear)):
     """Make an nn.Module fast and exact on the CPU; nothing happens where that is not the device.
 
-    narrow(path): is this Linear or Embedding, float32, one for the few rows of a pass (True) rather
-    than for the many of a prompt? An Embedding only if it is the output head, too.
-    `model.alpha` gets what one more row adds to the cost of a pass.
+    few(path, module): is a Linear there for the few rows of a pass, rather than for a prompt's; is
+    an Embedding the output head as well? What is not float32 stays as it is. `model.alpha` becomes
+    what one more row adds to the cost of a pass.
     """
     if not in_use():
         return
-    fast, few = load_blas(), []
+    fast = load_blas() is not None
 
     def swap(path, module):
-        if isinstance(module, nn.RMSNorm):
+        nonlocal fast
+        if type(module) is nn.RMSNorm:
             return RMSNorm(module.weight, module.eps)
-        kind = {nn.Linear: BlockLinear, nn.Embedding: BlockEmbedding}.get(type(module))
-        if kind and narrow(path):
-            few.append(module.weight.dtype == mx.float32)
-            return kind(module.weight, module.get("bias")) if few[-1] else module
         if type(module).__name__ == "Activation":
             return Activation(module)
+        pays, weight = few(path, module), module.get("weight")
+        if weight is None or weight.dtype != mx.float32:
+            fast = fast and not pays
+        elif type(module) is nn.Linear:
+            return BlockLinear(weight, module.get("bias"), pays)
+        elif type(module) is nn.Embedding and pays:
+            return BlockEmbedding(weight)
         return module
 
     leaves = tree_map_with_path(swap, model.leaf_modules(), is_leaf=nn.Module.is_module)
     model.update_modules(leaves)
     model.keys_and_values = KeysAndValues
-    model.alpha = 0.1 if fast and all(few) and few else 1.0
+    model.alpha = 0.1 if fast else 1.0

@@ -385,6 +385,14 @@ class T5(nn.Module):
         cache, start = self.start(prompt)
         return self.decode(mx.concatenate([start, target[:-1].astype(mx.uint32)]), cache)
 
+    def is_for_few_rows(self, path, _module):
+        """Is the module at this path one for the few rows of a pass, rather than for a prompt's?"""
+        if path == "shared":
+            return not self.config.own_head
+        return path == "lm_head" or (
+            path.startswith("decoder.") and not path.endswith("EncDecAttention.kv")
+        )
+
     def check_rows(self, sample=range(1, WIDEST)):
         """Finds the `fewest` and `most` rows of a block between which a row has the same bits.
 
@@ -451,13 +459,6 @@ JOINED = {
 }
 
 
-def few_rows(path):
-    """Is the module at this path one for the few rows of a pass, not for those of a prompt?"""
-    return path in ("lm_head", "shared") or (
-        path.startswith("decoder.") and not path.endswith("EncDecAttention.kv")
-    )
-
-
 def load(path_or_id):
     """A model and its tokenizer, from a local folder or a Hugging Face id.
 
@@ -479,9 +480,8 @@ def load(path_or_id):
                 )
             model.load_weights(list(weights.items()))
         del weights
-        tied = not model.config.own_head
         model.eval()
-        cpu.prepare(model, lambda path: few_rows(path) and (path != "shared" or tied))
+        cpu.prepare(model, model.is_for_few_rows)
         for _, parameter in tree_flatten(model.parameters()):
             mx.eval(parameter)  # one at a time, so that what it was made from can go
         model.check_rows()
