@@ -96,10 +96,9 @@ def read(*arrays):
 class Sampler:
     """The choice of a token from logits: argmax at temperature 0, else a sample.
 
-    The sample at output position t is argmax(log p_t + g_t) with Gumbel noise g_t that depends on
-    the seed and t only (the Gumbel-max trick). Whoever decides about position t, with drafts or
-    without, draws the same g_t, so that the text depends on the seed alone. Of equal scores the
-    lowest id wins.
+    The sample at output position t is argmax(log p_t + g_t) with Gumbel noise g_t (the Gumbel-max
+    trick) that depends on the seed and t only. Whoever decides about position t draws the same g_t,
+    so that the text depends on the seed alone. Of equal scores the lowest id wins.
     """
 
     def __init__(self, temp=0.0, top_p=1.0, top_k=0, seed=0):
@@ -133,9 +132,7 @@ class Sampler:
 
     def choose(self, scores, position, width=None):
         """Scores (L, V) of output positions position … -> tokens (L,) uint32, their values (L,).
-
-        The noise is drawn at `width`, the target's, and cut or extended to V.
-        """
+        The noise is drawn at `width`, the target's, and cut or extended to V."""
         if self.temp > 0:
             length, size = scores.shape
             width = width or size
@@ -153,8 +150,7 @@ class Decoder:
         eos_id: Token id that ends the text, several of them, or None.
         temp, top_p, top_k, seed: See Sampler. At temp 0 the others do nothing.
 
-    Streams of a decoder may take turns, in one thread. Raises ValueError where an argument is out
-    of its range.
+    Streams of a decoder may take turns, in one thread. What is out of range is a ValueError.
     """
 
     def __init__(self, model, eos_id=1, temp=0.0, top_p=1.0, top_k=0, seed=0):
@@ -163,15 +159,8 @@ class Decoder:
         self.sampler = Sampler(temp, top_p, top_k, seed)
 
     def stream(self, prompt: mx.array, max_tokens: int = 200, *texts) -> Stream:
-        """Starts writing.
-
-        Args:
-            prompt: Token ids, (S,) uint32, S > 0.
-            max_tokens: Never more tokens than this.
-            texts: What else a drafter wants to know.
-
-        Returns an iterator over Token, with `stats`.
-        """
+        """Starts writing at most max_tokens tokens after the prompt, (S,) uint32 token ids, S > 0.
+        texts: what else a drafter may want. Returns an iterator over Token, with `stats`."""
         began = time.perf_counter()
         prompt = as_ids("the prompt", prompt)
         if prompt.size == 0:
@@ -226,7 +215,7 @@ class DraftingDecoder(Decoder):
     """The draft -> verify -> accept loop. What drafts is a drafter, a new one for each stream:
 
         length, doubt: what speaks for its next draft, see DraftLength
-        limit, unread: how many tokens it could draft, how many it would have to read before
+        limit, unfed: how many tokens it could draft, and those that it would have to read before
         draft(k, position): k tokens for output positions position …, (k,) uint32
         follow(output, accepted, position): the arrays that it looks up in the graph of the pass
         settle(output, k, found): after the pass; how many of its tokens, drafted or not, were
@@ -283,7 +272,7 @@ class DraftingDecoder(Decoder):
         while position < max_tokens:
             limit = min(drafter.limit, max_tokens - position - 1)
             evidence = drafter.length, drafter.doubt
-            k = min(limit, fixed or policy.choose(*evidence, limit, drafter.unread))
+            k = min(limit, fixed or policy.choose(*evidence, limit, len(drafter.unfed)))
             draft = drafter.draft(k, position)
             logits = self.model.decode(mx.concatenate([token, draft]), cache)
             scores, drafter.width = self.sampler.scores(logits), logits.shape[-1]
@@ -332,7 +321,7 @@ def weight(model):
 
 
 class ModelDrafter:
-    """Drafts with a model whose cache holds the text so far but for the tokens in `unfed`."""
+    """Drafts with a model whose cache holds prompt and output but for the tokens in `unfed`."""
 
     limit, doubt = math.inf, 0
     TRUST = 4  # after a wrong draft: as for an n-gram so long; and the run of right ones since then
@@ -341,19 +330,15 @@ class ModelDrafter:
         self.model, self.sampler, self.prompt = model, sampler, prompt
         self.width = width  # of the target's logits; None: not known before its first pass
         self.cache: Any = None  # the prompt is encoded when it is needed first
-        self.unfed: list[int] = []
+        self.unfed: list[int] = prompt.tolist()
         self.length = self.TRUST
-
-    @property
-    def unread(self):
-        return len(self.unfed) + (self.prompt.size if self.cache is None else 0)
 
     def draft(self, k, position):
         draft = [mx.zeros((0,), mx.uint32)]
         tokens = mx.array(self.unfed, mx.uint32)
         if k and self.cache is None:
             self.cache, start = self.model.start(self.prompt)
-            tokens = mx.concatenate([start, tokens])
+            tokens = mx.concatenate([start, tokens[self.prompt.size :]])
         for i in range(k):
             logits = self.model.decode(tokens, self.cache)[-1:, : self.width]
             tokens, _ = self.sampler.choose(self.sampler.scores(logits), position + i, self.width)
@@ -386,15 +371,15 @@ class DraftLength:
     it is asked for one token now and then: so seldom that this costs 2 %.
     """
 
-    CHANCES = (0.1, 0.3, 0.45, 0.65, 0.85, 0.95, 0.98)  # at first, at lengths 0, 1, 2, 4 … 32
+    CHANCES = (0.1, 0.3, 0.45, 0.6, 0.85, 0.95, 0.98)  # at first, at lengths 0, 1, 2, 4 … 32
     FADE, SELDOM = 0.98, 50
     SHARED = 32  # passes that share the cost of reading what the draft model has missed
 
     def __init__(self, ceiling, alpha, draft_cost=0.0):
         self.ceiling, self.alpha, self.draft_cost = ceiling, alpha, draft_cost
         self.trials = {}  # (length's group, doubt): [right, tried]
-        self.longest = 0  # right draft of the model, halved with every pass
-        self.idle = 0  # passes without the draft model since it was wrong at once
+        self.longest = 0  # right draft of the model, halved with every draft
+        self.idle = 0  # passes since the draft model was wrong at once
 
     def _trial(self, length, doubt, i):
         group = min((length + i).bit_length(), 6)
@@ -421,13 +406,10 @@ class DraftLength:
         return best
 
     def update(self, length, doubt, k, right, wrong):
-        """After a pass with k draft tokens: so many of the drafter's tokens, verified or not, were
-        right; was the next one wrong?"""
+        """After a pass with k draft tokens; right and wrong are what the drafter's settle told."""
         for i in range(right + wrong):
             trial = self._trial(length, doubt, i)
             trial[:] = self.FADE * trial[0] + (i < right), self.FADE * trial[1] + 1
         if k > 0:
             self.longest = max(right, self.longest // 2)
-            self.idle = self.idle if right else 0
-        else:
-            self.idle += 1
+        self.idle = 0 if k > 0 and right == 0 else self.idle + 1

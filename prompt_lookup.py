@@ -64,12 +64,8 @@ class PromptLookupDecoder(DraftingDecoder):
         self.ngram_min = integer("ngram_min", ngram_min, 1, self.ngram_max)
 
     def stream(self, prompt: mx.array, max_tokens: int = 200, reference=None) -> Stream:
-        """Starts writing; see Decoder.stream.
-
-        Args:
-            reference: Token ids (R,) uint32 of another text to draft from: the expected answer,
-                an earlier version, a template. Searched like the prompt, never read by the model.
-        """
+        """See Decoder.stream. reference: token ids (R,) uint32 of another text to draft from (the
+        expected answer, an earlier version, a template), which the model never reads."""
         return super().stream(prompt, max_tokens, [] if reference is None else reference)
 
     def _drafter(self, prompt, reference):
@@ -83,7 +79,7 @@ class PromptLookupDecoder(DraftingDecoder):
 class LookupDrafter:
     """Drafts what followed the last tokens where they stood before."""
 
-    unread = 0
+    unfed = ()
 
     def __init__(self, texts, ngram_max, ngram_min, most=64, literal=False):
         """texts: lists of token ids; the last one is written on. most: tokens of a draft;
