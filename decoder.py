@@ -9,19 +9,19 @@ knows token ids only, and asks of a model no more than
     cache.trim(n)                           # forget the last n tokens
 
 and, where it has them, model.is_encoder_decoder (True: prompt and output are two texts, no n-gram
-spans them) and model.vocab_size (the width of its logits).
+spans them), model.vocab_size (the width of its logits), model.alpha (what one more token adds to
+the cost of a pass, in passes) and model.parameters() (what a draft token costs follows from it).
 """
 
 import functools
 import math
 import time
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import mlx.core as mx
-
-CALM = 8  # passes without a right draft after which plain passes begin early, see _draft
-EARLY = -1  # in place of a draft length: such a pass
+from mlx.utils import tree_flatten
 
 
 class Token(NamedTuple):
@@ -56,41 +56,35 @@ class Stats:
         return self.tokens / self.seconds if self.seconds else 0.0
 
 
-class Stream:
+class Stream(Iterator[Token]):
     """An iterator over Token with the statistics beside it."""
 
     def __init__(self, tokens, stats):
-        self._tokens, self.stats = tokens, stats
-
-    def __iter__(self) -> "Stream":
-        return self
+        self._tokens, self.stats, self.close = tokens, stats, tokens.close
 
     def __next__(self) -> Token:
         return next(self._tokens)
 
-    def close(self) -> None:
-        self._tokens.close()
+
+def number(name, value, least=0, most=math.inf, types=(int, float)):
+    """A finite number of Python, NumPy or MLX as Python's, or a ValueError that names it."""
+    plain = value.tolist() if hasattr(value, "tolist") else value
+    if type(plain) not in types or not least <= plain <= most or plain == math.inf:
+        kind = "a finite number" if float in types else "an integer"
+        raise ValueError(f"{name} is {plain!r:.50}: it must be {kind}, {least} to {most}")
+    return plain
 
 
-def check(right, name, value, wanted):
-    """ValueError unless an argument is right."""
-    if not right:
-        raise ValueError(f"{name} is {value}: it must be {wanted}")
+integer = functools.partial(number, types=(int,))
 
 
 def as_ids(name, ids):
-    """Token ids of any kind as (N,) uint32."""
-    wanted = "(N,) integer token ids, 0 or more"
-    try:
-        ids = mx.array(ids)
-    except (RuntimeError, TypeError, ValueError):
-        raise ValueError(f"the {name} is no array: it must be {wanted}") from None
-    found = f"{str(ids.dtype).split('.')[-1]} of shape {ids.shape}"
-    integer = ids.size == 0 or mx.issubdtype(ids.dtype, mx.integer)
-    check(ids.ndim == 1 and integer, f"the {name}", found, wanted)
-    least: Any = mx.min(ids).item() if ids.size else 0
-    check(least >= 0, f"a token id of the {name}", least, "0 or more")
-    return ids.astype(mx.uint32)
+    """Token ids of any kind, or one, as (N,) uint32."""
+    if isinstance(ids, mx.array) and ids.dtype == mx.uint32 and ids.ndim == 1:
+        return ids
+    ids = ids.tolist() if hasattr(ids, "tolist") else ids
+    ids = ids if hasattr(ids, "__iter__") else [ids]
+    return mx.array([integer(f"a token id of {name}", i, 0, 2**32 - 1) for i in ids], mx.uint32)
 
 
 def read(*arrays):
@@ -102,19 +96,16 @@ def read(*arrays):
 class Sampler:
     """The choice of a token from logits: argmax at temperature 0, else a sample.
 
-    The sample at output position t is argmax(log p_t + g_t) with Gumbel noise g_t that depends on
-    the seed and t only (the Gumbel-max trick). Whoever decides about position t, with drafts or
-    without, draws the same g_t, so that the text depends on the seed alone. Of equal scores the
-    lowest id wins.
+    The sample at output position t is argmax(log p_t + g_t) with Gumbel noise g_t (the Gumbel-max
+    trick) that depends on the seed and t only. Whoever decides about position t draws the same g_t,
+    so that the text depends on the seed alone. Of equal scores the lowest id wins.
     """
 
     def __init__(self, temp=0.0, top_p=1.0, top_k=0, seed=0):
-        check(0 <= temp < math.inf, "temp", temp, "finite, 0 or more (0: likeliest token)")
-        check(0 < top_p <= 1, "top_p", top_p, "in (0, 1] (1: all tokens)")
-        check(top_k >= 0, "top_k", top_k, "0 or more (0: all tokens)")
-        check(0 <= seed < 2**32, "seed", seed, "in [0, 2**32)")
-        self.temp = max(temp, 1e-30) if temp else 0  # what float32 can divide by
-        self.top_p, self.top_k, self.seed = top_p, top_k, seed
+        self.temp = number("temp", temp) and max(temp, 1e-30)  # what float32 can divide by
+        self.top_p = number("top_p", top_p, 1e-30, 1)
+        self.top_k = integer("top_k", top_k)
+        self.seed = integer("seed", seed, 0, 2**32 - 1)
         self.noise = functools.lru_cache(maxsize=64)(self._noise)
 
     def _noise(self, position, width):
@@ -141,10 +132,7 @@ class Sampler:
 
     def choose(self, scores, position, width=None):
         """Scores (L, V) of output positions position … -> tokens (L,) uint32, their values (L,).
-
-        The noise is drawn at `width`, the target's, and cut or extended to V. A value that is
-        not finite tells that the logits were not.
-        """
+        The noise is drawn at `width`, the target's, and cut or extended to V."""
         if self.temp > 0:
             length, size = scores.shape
             width = width or size
@@ -162,31 +150,22 @@ class Decoder:
         eos_id: Token id that ends the text, several of them, or None.
         temp, top_p, top_k, seed: See Sampler. At temp 0 the others do nothing.
 
-    Streams of a decoder may take turns, in one thread. Raises ValueError where an argument is out
-    of its range.
+    Streams of a decoder may take turns, in one thread. What is out of range is a ValueError.
     """
 
     def __init__(self, model, eos_id=1, temp=0.0, top_p=1.0, top_k=0, seed=0):
         self.model = model
-        self.eos_ids = set(eos_id if hasattr(eos_id, "__iter__") else [eos_id])
+        self.eos_ids = set(as_ids("eos_id", () if eos_id is None else eos_id).tolist())
         self.sampler = Sampler(temp, top_p, top_k, seed)
 
-    def stream(self, prompt: mx.array, max_tokens: int = 200) -> Stream:
-        """Starts writing.
-
-        Args:
-            prompt: Token ids, (S,) uint32, S > 0.
-            max_tokens: Never more tokens than this.
-
-        Returns an iterator over Token, with `stats`.
-        """
-        return self._stream(prompt, max_tokens)
-
-    def _stream(self, prompt, max_tokens, *texts):
+    def stream(self, prompt: mx.array, max_tokens: int = 200, *texts) -> Stream:
+        """Starts writing at most max_tokens tokens after the prompt, (S,) uint32 token ids, S > 0.
+        texts: what else a drafter may want. Returns an iterator over Token, with `stats`."""
         began = time.perf_counter()
-        prompt = as_ids("prompt", prompt)
-        check(prompt.size > 0, "the prompt", "empty", "(S,) token ids with S > 0")
-        check(max_tokens >= 0, "max_tokens", max_tokens, "0 or more")
+        prompt = as_ids("the prompt", prompt)
+        if prompt.size == 0:
+            raise ValueError("the prompt is empty: it must be (S,) token ids with S > 0")
+        max_tokens = integer("max_tokens", max_tokens)
         stats = Stats(prompt_tokens=prompt.size, stop=None if max_tokens else "length")
         cache, token = self.model.start(prompt)
         passes = self._passes(cache, token, max_tokens, prompt, *texts)
@@ -209,8 +188,6 @@ class Decoder:
                 if stats.tokens == max_tokens:
                     stats.stop = "length"
                 yield Token(token, i < accepted)
-            if stats.stop:
-                return
 
     def _check(self, values, logits):
         if not all(map(math.isfinite, values)):
@@ -235,35 +212,38 @@ class Decoder:
 
 
 class DraftingDecoder(Decoder):
-    """The draft -> verify -> accept loop; what drafts is a drafter.
+    """The draft -> verify -> accept loop. What drafts is a drafter, a new one for each stream:
+
+        length, doubt: what speaks for its next draft, see DraftLength
+        limit, unfed: how many tokens it could draft, and those that it would have to read before
+        draft(k, position): k tokens for output positions position …, (k,) uint32
+        follow(output, accepted, position): the arrays that it looks up in the graph of the pass
+        settle(output, k, found): after the pass; how many of its tokens, drafted or not, were
+            right, and whether the next one was wrong
 
     Args:
         num_draft: The most tokens to draft for a pass (None: 24; above 64 only where fixed); 0:
-            plain decoding. How many are drafted is decided by DraftLength, which goes on learning
-            from stream to stream.
+            plain decoding. DraftLength decides how many; it learns from stream to stream.
         fixed_draft: Always draft num_draft tokens (10 if None), or as many as there are.
         delta: Lenience: a draft token x is also accepted when p(x) >= (1 - delta) p(y), y being
             the target's choice. At 0 the text is what the target alone would write.
+        alpha: What verifying a draft token costs, in plain passes. None: what the model says.
     """
 
-    chances: tuple | None = None  # what DraftLength's table begins with
+    draft_cost = 0.0  # no draft model
+    _drafter: Any  # (*texts) -> a drafter
 
-    def __init__(self, model, eos_id=1, num_draft=None, fixed_draft=False, delta=0.0, **sampling):
+    def __init__(
+        self, model, eos_id=1, num_draft=None, fixed_draft=False, delta=0.0, alpha=None, **sampling
+    ):
         super().__init__(model, eos_id, **sampling)
-        check(num_draft is None or num_draft >= 0, "num_draft", num_draft, "0 or more, or None")
-        check(0 <= delta <= 1, "delta", delta, "in [0, 1]")
-        self.num_draft, self.fixed_draft, self.delta = num_draft, fixed_draft, delta
-        self.policy = self._policy()
-
-    def _drafter(self, *texts):
-        raise NotImplementedError
-
-    def _policy(self):
-        # Lenient text depends on the draft lengths, and must not depend on the clock.
-        learns = self.delta == 0 and not self.fixed_draft
-        cost = None if learns else lambda k: 1 + 0.15 * k
+        self.num_draft = None if num_draft is None else integer("num_draft", num_draft)
+        self.fixed_draft = fixed_draft
+        self.delta = number("delta", delta, 0, 1)
+        self.alpha = number("alpha", getattr(model, "alpha", 0.05) if alpha is None else alpha)
         ceiling = 24 if self.num_draft is None else min(self.num_draft, 64)
-        return DraftLength(ceiling, cost, self.chances)
+        self._policy = functools.partial(DraftLength, ceiling, self.alpha, self.draft_cost)
+        self.policy = self._policy()
 
     def _accept(self, scores, choice, draft):
         """How many draft tokens are accepted. scores (k+1, V), choice (k+1,), draft (k,) -> ()."""
@@ -285,25 +265,23 @@ class DraftingDecoder(Decoder):
         return self._draft(cache, token, max_tokens, self._drafter(*texts))
 
     def _draft(self, cache, token, max_tokens, drafter):
+        # Lenient text depends on the draft lengths, and must not depend on the texts before.
         policy = self.policy if self.delta == 0 else self._policy()
-        fixed = 10 if self.num_draft is None else self.num_draft
-        position, ahead, now = 0, None, 0.0
+        fixed = self.fixed_draft and (self.num_draft or 10)
+        position = 0
         while position < max_tokens:
-            began, early = (now, True) if ahead else (time.perf_counter(), False)
-            limit = min(drafter.limit(policy.costs), max_tokens - position - 1)
+            limit = min(drafter.limit, max_tokens - position - 1)
             evidence = drafter.length, drafter.doubt
-            wanted = min(limit, fixed) if self.fixed_draft else policy.choose(*evidence, limit)
-            k = 0 if early else wanted  # wanted then tells whether the next pass begins early, too
-            logits, arrays = ahead or self._begin(cache, token, k, position, drafter)
-            ahead = None
-            # Where drafts have not been right for long, the next plain pass begins before the last
-            # one is read, as in plain decoding; a draft that does pay comes one pass later then.
-            if wanted == 0 and policy.calm >= CALM and 0 < position < max_tokens - 1:
-                ahead = self._begin(cache, arrays[0], 0, position + 1, drafter)
-            output, accepted, values, *found = read(*arrays)
-            now = time.perf_counter()
-            if position or not policy.seconds:  # the first pass has the prompt's encoding in it
-                policy.timed(EARLY if early else k, now - began, drafter.steady)
+            k = min(limit, fixed or policy.choose(*evidence, limit, len(drafter.unfed)))
+            draft = drafter.draft(k, position)
+            logits = self.model.decode(mx.concatenate([token, draft]), cache)
+            scores, drafter.width = self.sampler.scores(logits), logits.shape[-1]
+            output, values = self.sampler.choose(scores, position)
+            accepted = self._accept(scores, output, draft)
+            if self.delta > 0:
+                output = mx.where(mx.arange(k + 1) < accepted, mx.pad(draft, (0, 1)), output)
+            search = drafter.follow(output, accepted, position)
+            output, accepted, values, *found = read(output, accepted, values, *search)
             n = accepted.item()
             output = output.tolist()[: n + 1]
             self._check(values.tolist()[: n + 1], logits)
@@ -313,69 +291,54 @@ class DraftingDecoder(Decoder):
             position += n + 1
             yield output, n, k
 
-    def _begin(self, cache, token, k, position, drafter):
-        """A pass over token (1,) and k draft tokens, under way -> its logits, and arrays to read:
-        the tokens of output positions position … (k+1,), how many draft tokens are accepted (),
-        the values of `choose`, what the drafter looks up.
-        """
-        draft = drafter.draft(k, position)
-        logits = self.model.decode(mx.concatenate([token, draft]) if k else token, cache)
-        scores, drafter.width = self.sampler.scores(logits), logits.shape[-1]
-        output, values = self.sampler.choose(scores, position)
-        accepted = self._accept(scores, output, draft) if k else mx.array(0)
-        if self.delta > 0 and k:
-            output = mx.where(mx.arange(k + 1) < accepted, mx.pad(draft, (0, 1)), output)
-        arrays = output, accepted, values, *drafter.follow(output, accepted, position)
-        mx.async_eval(*arrays)
-        return logits, arrays
-
 
 class SpeculativeDecoder(DraftingDecoder):
     """Speculative decoding: a smaller model with the same vocabulary drafts.
 
-    Args: as for Decoder and DraftingDecoder, and draft_model, a model like the target.
+    Args: as for Decoder and DraftingDecoder, and
+        draft_model: A model like the target.
+        draft_cost: What drafting a token costs, in plain passes of the target. None: the bytes of
+            the draft model's parameters relative to the target's, 0.2 where they are not known.
     """
 
-    chances = (0.8, 0.85, 0.9, 0.94, 0.97, 0.98, 0.99)
-
-    def __init__(self, model, draft_model, eos_id=1, **options):
-        super().__init__(model, eos_id, **options)
+    def __init__(self, model, draft_model, eos_id=1, draft_cost=None, **options):
         self.draft_model = draft_model
+        if draft_cost is None:
+            of_draft, of_target = weight(draft_model), weight(model)
+            draft_cost = of_draft / of_target if of_draft and of_target else 0.2
+        self.draft_cost = max(number("draft_cost", draft_cost), 1e-9)  # 0: no draft model
+        super().__init__(model, eos_id, **options)
 
     def _drafter(self, prompt):
         width = getattr(self.model, "vocab_size", None)
         return ModelDrafter(self.draft_model, self.sampler, prompt, width)
 
 
-class ModelDrafter:
-    """Drafts with a model whose cache holds the text so far but for the tokens in `unfed`."""
+def weight(model):
+    """Bytes of a model's parameters; 0 where it has none to tell."""
+    leaves: Any = tree_flatten(model.parameters()) if hasattr(model, "parameters") else []
+    return sum(array.nbytes for _, array in leaves)
 
-    doubt = 0
+
+class ModelDrafter:
+    """Drafts with a model whose cache holds prompt and output but for the tokens in `unfed`."""
+
+    limit, doubt = math.inf, 0
+    TRUST = 4  # after a wrong draft: as for an n-gram so long; and the run of right ones since then
 
     def __init__(self, model, sampler, prompt, width):
         self.model, self.sampler, self.prompt = model, sampler, prompt
         self.width = width  # of the target's logits; None: not known before its first pass
-        self.cache: Any = None
-        self.unfed: list[int] = []
-        self.length = 0  # of the run of right drafts since the last wrong one
-        self.steady = True
-
-    def limit(self, costs):
-        """Where a draft token is dear, many tokens that it missed are not worth feeding: it drafts
-        no more in this text."""
-        return 0 if costs[1] > 1.5 and len(self.unfed) > 64 else math.inf
+        self.cache: Any = None  # the prompt is encoded when it is needed first
+        self.unfed: list[int] = prompt.tolist()
+        self.length = self.TRUST
 
     def draft(self, k, position):
-        """k tokens for output positions position …, (k,) uint32, not evaluated."""
-        if k == 0:
-            self.steady = True
-            return mx.zeros((0,), mx.uint32)
+        draft = [mx.zeros((0,), mx.uint32)]
         tokens = mx.array(self.unfed, mx.uint32)
-        self.steady = self.cache is not None and len(self.unfed) <= 8
-        if self.cache is None:  # the prompt is encoded when it is needed first
+        if k and self.cache is None:
             self.cache, start = self.model.start(self.prompt)
-            tokens = mx.concatenate([start, tokens])
-        draft = []
+            tokens = mx.concatenate([start, tokens[self.prompt.size :]])
         for i in range(k):
             logits = self.model.decode(tokens, self.cache)[-1:, : self.width]
             tokens, _ = self.sampler.choose(self.sampler.scores(logits), position + i, self.width)
@@ -386,148 +349,67 @@ class ModelDrafter:
         return ()
 
     def settle(self, output, k, found):
-        """After a pass that wrote output: n accepted draft tokens of k, and one more."""
+        n = len(output) - 1
         if k == 0:
             self.unfed += output
-            return 0, 0
-        n = len(output) - 1
-        self.length = self.length + n if n == k else 0
+            return 0, False
+        self.length = self.length + n if n == k else self.TRUST
         self.cache.trim(max(k - 1 - n, 0))  # the last draft token was never fed
         self.unfed = output[n - 1 :] if n == k else output[n:]
         return n, n < k
 
 
 class DraftLength:
-    """How many tokens to draft for the next pass, 0 included.
+    """How many tokens to draft for a pass: the number with the most expected tokens per cost.
 
-    Text that a drafter can foresee comes in runs. A run has as many tokens however it is written,
-    so that length is best which writes the rest of the run at the least cost. The chance that the
-    next draft token is right is counted in a table, old trials fading, by the length of the
-    evidence: of the matching n-gram, or of the run of drafts that were right. It grows by one along
-    a draft. The first token's chance also depends on `doubt`, for what else the drafter knows (0,
-    1, 2: less and less sure; 3, 4, 5: the same in another situation). The cost of a width is the
-    median of its last passes, in plain passes, drawn towards a line through all of them. Where
-    nothing is drafted, one token is tried now and then: so seldom that it loses about 1 %.
+    The chance that the next draft token is right is counted, old trials fading, by the length of
+    the evidence, in tokens, which grows along a draft; for the first token by `doubt`, too: what
+    else the drafter knows. Costs are in plain passes of the target: alpha to verify a draft token,
+    draft_cost to draft it (0: without a draft model, so that it is known what was not drafted).
 
-    Args:
-        ceiling: The most tokens to draft.
-        cost: cost(k) of drafting k tokens and verifying them in one pass, in any unit, cost(0) > 0;
-            None: learnt from `timed`.
-        chances: What the table begins with; None: CHANCES.
+    A draft model may be wrong, so its drafts begin with one token. Where it is not worth asking,
+    it is asked for one token now and then: so seldom that this costs 2 %.
     """
 
-    CHANCES = (0.1, 0.45, 0.6, 0.75, 0.9, 0.96, 0.98)  # at lengths 0, 1, 2, 4, 8, 16, 32 and more
-    DOUBTS = (1.0, 0.7, 0.4)
-    FADE, AHEAD, SLOPE = 0.99, 8, 0.15
+    CHANCES = (0.1, 0.3, 0.45, 0.6, 0.85, 0.95, 0.98)  # at first, at lengths 0, 1, 2, 4 … 32
+    FADE, SELDOM = 0.98, 50
+    SHARED = 32  # passes that share the cost of reading what the draft model has missed
 
-    def __init__(self, ceiling=24, cost=None, chances=None):
-        self.ceiling, self.learns, self.chances = ceiling, cost is None, chances or self.CHANCES
+    def __init__(self, ceiling, alpha, draft_cost=0.0):
+        self.ceiling, self.alpha, self.draft_cost = ceiling, alpha, draft_cost
         self.trials = {}  # (length's group, doubt): [right, tried]
-        self.trying = False  # is the draft of this pass such a trial?
-        self.steady, self.debt = (
-            True,
-            0.0,
-        )  # had it nothing that comes once? What it lost, if it had
-        self.calm = 0  # passes since a right draft
-        self.seconds, self.passes = {}, 0  # of the last passes of each width; all that drafted
-        self.costs = [cost(k) / cost(0) if cost else 1 + self.SLOPE * k for k in range(ceiling + 1)]
-        least = 100 * (self.costs[min(1, ceiling)] - 2)  # what is dear is seldom tried
-        self.idle, self.patience = 0, max(8, least)  # passes without a draft; until one is tried
-        self.plain = None  # seconds of a plain pass
-        self.spent = 1.0  # what the last pass took, in plain passes: as expected, or as timed
+        self.longest = 0  # right draft of the model, halved with every draft
+        self.idle = 0  # passes since the draft model was wrong at once
 
     def _trial(self, length, doubt, i):
-        key = min((length + i).bit_length(), 6), doubt if i == 0 else None
-        if key not in self.trials:
-            chance = self.chances[key[0]] * (self.DOUBTS[doubt % 3] if i == 0 else 1)
-            self.trials[key] = [chance, 1.0]
-        return self.trials[key]
+        group = min((length + i).bit_length(), 6)
+        key = group, doubt if i == 0 else None
+        return self.trials.setdefault(key, [self.CHANCES[group], 1.0])
 
-    def choose(self, length, doubt, limit):
-        """The evidence, and how many tokens there are to draft or to use -> 0 to limit."""
-        top, costs, limit = self.ceiling, self.costs, min(limit, self.ceiling)
-        if self.learns:
-            if len(self.seconds.get(0, ())) < 2:  # is it known what a plain pass takes?
-                limit = 0
-            limit = min(limit, 4 * max([1, *self.seconds]))  # of the widest so far
-        self.calm += 1
-        if limit <= 0:
-            return 0
-        trials = (self._trial(length, doubt, i) for i in range(self.AHEAD + 1))
-        chances = [right / tried for right, tried in trials]
-        last = min(chances[-1], 0.995)
-        chances += [last] * top
-        # rest[i]: the least cost of the rest of the run once its first i tokens are written
-        steady = min(costs[k] / (1 - last ** (k + 1)) for k in range(top + 1))
-        rest = [steady] * (self.AHEAD + top + 2)
-        for i in range(self.AHEAD - 1, -1, -1):
-            best, rest[i], reach = 0, math.inf, 1.0
-            for k in range((top if i else limit) + 1):
-                if costs[k] >= rest[i]:
-                    break
-                reach *= chances[i + k]
-                if costs[k] + reach * rest[i + k + 1] < rest[i] - 1e-9:
-                    best, rest[i] = k, costs[k] + reach * rest[i + k + 1]
-        self.trying = best == 0 and self.idle >= self.patience  # the world may have changed
-        best = 1 if self.trying else best
-        self.spent, self.steady = costs[best], not self.learns  # unless it is timed
+    def choose(self, length, doubt, limit, unread=0):
+        """The evidence, how many tokens there are to draft or to use, and how many the draft model
+        would have to read before -> 0 to limit."""
+        most, token = min(limit, self.ceiling), self.alpha + self.draft_cost
+        if self.draft_cost:
+            most = min(most, 3 * self.longest + 1)
+        reading = self.draft_cost * self.alpha * unread
+        best, speed, tokens, reach = 0, 1.0, 1.0, 1.0
+        for k in range(1, most + 1):
+            right, tried = self._trial(length, doubt, k - 1)
+            reach *= right / tried  # the chance that all k tokens are right
+            tokens += reach
+            cost = 1 + token * k + reading / min(limit, self.SHARED)
+            if tokens / cost > speed:
+                best, speed = k, tokens / cost
+        if self.draft_cost and token < 1 and self.idle >= self.SELDOM * (token + reading):
+            return max(best, min(most, 1))
         return best
 
     def update(self, length, doubt, k, right, wrong):
-        """After a pass that drafted k tokens, timed first: so many of the drafter's tokens,
-        verified or not, were right; was the next one wrong?"""
+        """After a pass with k draft tokens; right and wrong are what the drafter's settle told."""
         for i in range(right + wrong):
             trial = self._trial(length, doubt, i)
             trial[:] = self.FADE * trial[0] + (i < right), self.FADE * trial[1] + 1
-        if min(right, k):
-            self.calm = 0
-        if k == 0:
-            if self.learns or right + wrong == 0:  # else the chances are learnt without a draft
-                self.idle += 1
-        elif not self.trying:
-            self.idle, self.patience = 0, 8
-        else:
-            loss = self.spent - min(right, k) - 1  # in plain passes
-            self.patience = min(max(100 * (loss + self.debt), 2), 512)
-            again = right > 0 and (loss < 0 or not self.steady)
-            self.idle = self.patience if again else 0
-            self.debt = 0.0 if self.steady else loss
-        self.passes += k > 0
-        if k and (self.trying or self.passes % 64 == 0):  # costs may have changed as well
-            for j, last in [*self.seconds.items()]:
-                if len(last) > 1 + (j <= 0):  # two plain ones stay
-                    del last[0]
-                elif j > 0 and not self.trying:
-                    del self.seconds[j]
-
-    def timed(self, k, seconds, steady=True):
-        """A pass took so long, its drafting included; steady: nothing that comes once. k may be
-        EARLY: the time since the last pass was read."""
-        if not self.learns:
-            return
-        seconds = max(seconds, 1e-6)  # a coarse clock may stand still
-        self.steady = steady
-        if not steady:
-            self.spent = seconds / (self.plain or seconds)
-            return
-        self.seconds.setdefault(k, []).append(seconds)
-        del self.seconds[k][:-5]
-        if 0 not in self.seconds:
-            return
-        # The lower median, since a disturbed pass is slow. One short EARLY tells little.
-        typical = {j: sorted(last)[(len(last) - 1) // 2] for j, last in self.seconds.items()}
-        ignored = EARLY if len(self.seconds.get(EARLY, ())) < 3 else None
-        self.plain = min(t for j, t in typical.items() if j != ignored)  # wider is not cheaper
-        ratios = [(j, t / self.plain, len(self.seconds[j])) for j, t in typical.items() if j > 0]
-        # Least squares of relative errors for 1 + jump + slope * j, with a prior
-        s0, s1, s2, t0, t1 = 1.0, 0.0, 0.5, 0.0, 0.5 * self.SLOPE
-        for j, r, n in ratios:
-            w = n / r**2
-            s0, s1, s2 = s0 + w, s1 + w * j, s2 + w * j * j
-            t0, t1 = t0 + w * (r - 1), t1 + w * j * (r - 1)
-        slope = max((s0 * t1 - s1 * t0) / (s0 * s2 - s1 * s1), 0.0)
-        jump = max((t0 - s1 * slope) / s0, 0.0)
-        self.costs = [1.0] + [1 + jump + slope * j for j in range(1, self.ceiling + 1)]
-        for j, r, n in ratios:
-            self.costs[j] = (n + 1) / (1 / self.costs[j] + n / r)
-        self.spent = min(seconds / self.plain, 2 * self.costs[max(k, 0)])
+        if k > 0:
+            self.longest = max(right, self.longest // 2)
+        self.idle = 0 if k > 0 and right == 0 else self.idle + 1

@@ -7,26 +7,16 @@ makes it inside the graph of a pass and then chooses among the places; `find_dra
 loop of your own, takes the earliest one.
 """
 
-import functools
 import math
 
 import mlx.core as mx
 
-from decoder import DraftingDecoder, Stream, as_ids, check, read
+from decoder import DraftingDecoder, Stream, as_ids, integer, read
 
 # Ids that no token has. NONE stands before the first token and after the last one, SEAM + i behind
 # text i, each once: no n-gram reaches across one, and no draft goes on past one.
 NONE, SEAM = 2**32 - 1, 2**32 - 4
 ROOM = 1024  # the buffer grows by this many tokens
-
-
-@functools.lru_cache(maxsize=8)
-def constants(n):
-    """Row numbers (n, 1) and ids that match nothing (n,)."""
-    rows = mx.arange(1, n + 1, dtype=mx.uint8 if n < 256 else mx.uint32)[:, None]
-    none = mx.full((n,), NONE, mx.uint32)
-    mx.eval(rows, none)
-    return rows, none
 
 
 def mismatches(buffer, suffix):
@@ -37,8 +27,8 @@ def mismatches(buffer, suffix):
     n = suffix.size
     places = buffer.size - n - 1  # not the last tokens themselves
     windows = mx.as_strided(buffer, (n, places), (1, 1), 1)  # a column per place; nothing is copied
-    rows, _ = constants(n)  # the last row that differs tells how many do not match
-    return mx.max((windows != suffix[:, None]).view(mx.uint8) * rows, axis=0)
+    rows = mx.arange(1, n + 1, dtype=mx.uint8 if n < 256 else mx.uint32)[:, None]
+    return mx.max((windows != suffix[:, None]) * rows, axis=0)  # the last row that differs tells
 
 
 def match_lengths(buffer, size, n):
@@ -53,7 +43,7 @@ def match_lengths(buffer, size, n):
     follows at buffer[j + n + 1], and the most of them, ().
     """
     wrong = mismatches(buffer, mx.slice(buffer, size - n, (0,), (n,)))
-    lengths = (n - wrong) * (buffer[n + 1 :] < SEAM).view(mx.uint8)
+    lengths = (n - wrong) * (buffer[n + 1 :] < SEAM)
     return lengths, mx.max(lengths)
 
 
@@ -69,22 +59,17 @@ class PromptLookupDecoder(DraftingDecoder):
     """
 
     def __init__(self, model, eos_id=1, ngram_max=16, ngram_min=1, **options):
-        check(1 <= ngram_max <= 255, "ngram_max", ngram_max, "1 to 255")  # lengths are bytes
-        check(1 <= ngram_min <= ngram_max, "ngram_min", ngram_min, f"1 to ngram_max, {ngram_max}")
         super().__init__(model, eos_id, **options)
-        self.ngram_max, self.ngram_min = ngram_max, ngram_min
+        self.ngram_max = integer("ngram_max", ngram_max, 1, 255)  # lengths are bytes
+        self.ngram_min = integer("ngram_min", ngram_min, 1, self.ngram_max)
 
     def stream(self, prompt: mx.array, max_tokens: int = 200, reference=None) -> Stream:
-        """Starts writing; see Decoder.stream.
-
-        Args:
-            reference: Token ids (R,) uint32 of another text to draft from: the expected answer,
-                an earlier version, a template. Searched like the prompt, never read by the model.
-        """
-        return self._stream(prompt, max_tokens, [] if reference is None else reference)
+        """See Decoder.stream. reference: token ids (R,) uint32 of another text to draft from (the
+        expected answer, an earlier version, a template), which the model never reads."""
+        return super().stream(prompt, max_tokens, [] if reference is None else reference)
 
     def _drafter(self, prompt, reference):
-        texts = [as_ids("reference", reference).tolist(), prompt.tolist()]
+        texts = [as_ids("the reference", reference).tolist(), prompt.tolist()]
         if getattr(self.model, "is_encoder_decoder", False):
             texts.append([])  # the output is a text of its own
         most = max(64, self.num_draft or 0)
@@ -94,7 +79,7 @@ class PromptLookupDecoder(DraftingDecoder):
 class LookupDrafter:
     """Drafts what followed the last tokens where they stood before."""
 
-    steady = True
+    unfed = ()
 
     def __init__(self, texts, ngram_max, ngram_min, most=64, literal=False):
         """texts: lists of token ids; the last one is written on. most: tokens of a draft;
@@ -112,7 +97,8 @@ class LookupDrafter:
             self._grow(self.start)
             self._choose(0, *read(*match_lengths(self.buffer, mx.array(self.start), self.n)))
 
-    def limit(self, costs):
+    @property
+    def limit(self):
         return len(self.found)
 
     def _grow(self, size):
@@ -190,23 +176,24 @@ def find_draft(
     Returns the draft, (k,) uint32 with k <= num_draft; empty where nothing matches.
     Raises ValueError unless 1 <= ngram_min <= ngram_max, num_draft >= 0 and 0 <= seam <= N.
     """
-    size, nothing = context.size, mx.array([], mx.uint32)
-    check(ngram_max >= 1, "ngram_max", ngram_max, "1 or more")
-    check(1 <= ngram_min <= ngram_max, "ngram_min", ngram_min, f"1 to ngram_max, {ngram_max}")
-    check(num_draft >= 0, "num_draft", num_draft, "0 or more")
-    check(0 <= seam <= size, "seam", seam, f"in the context, 0 to {size}")
+    context = as_ids("the context", context)
+    size = context.size
+    ngram_max = integer("ngram_max", ngram_max, 1)
+    ngram_min = integer("ngram_min", ngram_min, 1, ngram_max)
+    num_draft = integer("num_draft", num_draft, 0)
+    seam = integer("seam", seam, 0, size)
     n = min(ngram_max, size - seam, size - 1)
     if n < ngram_min or num_draft == 0:
-        return nothing
-    context, (_, none) = context.astype(mx.uint32), constants(n)
-    parts = [none, context[:seam], none[:1], context[seam:]] if seam else [none, context]
-    buffer = mx.concatenate(parts)
+        return context[:0]
+    none = mx.full((n,), NONE, mx.uint32)
+    texts = [context[:seam], none[:1], context[seam:]] if seam else [context]
+    buffer = mx.concatenate([none, *texts])
     wrong = mismatches(buffer, buffer[-n:])
-    if seam:
-        wrong[seam - 1] = n  # it ends at the seam: nothing to draft
+    if seam:  # what ends at the seam has nothing to draft
+        wrong = mx.where(mx.arange(wrong.size) == seam - 1, n, wrong)
     place, fewest = read(mx.argmin(wrong), mx.min(wrong))  # argmin takes the earliest
     if n - fewest.item() < ngram_min:
-        return nothing
+        return context[:0]
     start, stop = place.item() + 1, seam
     if start > seam:  # in the generated text, behind the id at the seam
         start, stop = start - bool(seam), size

@@ -27,7 +27,7 @@ CEILING, EOS = 24, 1
 
 def replay(answers, alpha, seam=False, ngram_max=16, ngram_min=1):
     """answers [(prompt ids, response ids)] -> tokens, passes, drafted, accepted, cost"""
-    policy = DraftLength(CEILING, cost=lambda k: 1 + alpha * k)
+    policy = DraftLength(CEILING, alpha)
     tokens = passes = drafted = accepted = 0
     for prompt, response in answers:
         texts = [prompt, []] if seam else [prompt]

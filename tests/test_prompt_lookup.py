@@ -94,14 +94,18 @@ def test_second_shorter_prompt():
 
 def test_large_ids_and_other_integer_types():
     assert found([100_000, 7, 100_000], 2, 1, 1) == [7]
-    draft = find_draft(mx.array([3, 7, 3], mx.int32), 2, 1, 1)
-    assert draft.dtype == mx.uint32 and draft.tolist() == [7]
+    for context in ([3, 7, 3], np.array([3, 7, 3]), mx.array([3, 7, 3], mx.int32)):
+        draft = find_draft(context, np.int64(2), mx.array(1), 1)
+        assert draft.dtype == mx.uint32 and draft.tolist() == [7]
 
 
 @pytest.mark.parametrize(
     "args, options, wrong",
     [
         ((2, 3, 4), {}, "ngram_min is 3"),
+        ((2.0, 1, 4), {}, "ngram_max is 2.0"),
+        ((2, True, 4), {}, "ngram_min is True"),
+        ((2, 1, 1.5), {}, "num_draft is 1.5"),
         ((2, 0, 4), {}, "ngram_min is 0"),
         ((2, 1, -1), {}, "num_draft is -1"),
         ((2, 1, 4), {"seam": 4}, "seam is 4"),
@@ -113,9 +117,17 @@ def test_search_refuses_what_it_cannot_do(args, options, wrong):
         find_draft(mx.array([1, 2, 3], mx.uint32), *args, **options)
 
 
-def test_decoder_refuses_ngrams_out_of_range():
-    with pytest.raises(ValueError, match="ngram_min is 3"):
-        PromptLookupDecoder(HashModel(), ngram_max=2, ngram_min=3)
+@pytest.mark.parametrize("context", [[1, -1, 1], [1.0], [True], [2**32], [[1, 2]], "1", None])
+def test_search_refuses_a_context_that_is_no_token_ids(context):
+    for kind in (list, np.array) if isinstance(context, list) else (lambda same: same,):
+        with pytest.raises(ValueError, match="the context"):
+            find_draft(kind(context), 2, 1, 4)
+
+
+@pytest.mark.parametrize("name, value", [("max", 0), ("max", 256), ("max", 2.0), ("min", 17)])
+def test_decoder_refuses_ngrams_out_of_range(name, value):
+    with pytest.raises(ValueError, match=f"ngram_{name} is {value}"):
+        PromptLookupDecoder(HashModel(), **{f"ngram_{name}": value})
 
 
 def passes(model, ids):
@@ -148,7 +160,7 @@ def test_drafts_of_the_decoder_obey_the_rule(encoder, ngram_max, ngram_min, lite
         model = HashModel(vocab=12, seed=seed, encoder=encoder)
         ngrams = {"ngram_max": ngram_max, "ngram_min": ngram_min}
         decoder = PromptLookupDecoder(model, num_draft=4, fixed_draft=literal, **ngrams)
-        decoder.policy.choose = lambda length, doubt, limit: max(min(limit, 4), 0)
+        decoder.policy.choose = lambda length, doubt, limit, unread: min(limit, 4)
         ids, _, stats = write(decoder, prompt, 30)
         assert len(model.fed) == stats.passes
         before, copied = 0, []  # where the pass before may have copied from
@@ -183,7 +195,7 @@ def test_a_seam_is_not_taken_for_a_replaced_token():
         return mx.eye(16)[rows]
 
     decoder = PromptLookupDecoder(model, num_draft=4)
-    decoder.policy.choose = lambda length, doubt, limit: max(min(limit, 4), 0)
+    decoder.policy.choose = lambda length, doubt, limit, unread: min(limit, 4)
     ids, *_ = write(decoder, mx.array([3, 4, 5, 6], mx.uint32))
     assert ids == text
     drafts = {written: draft for written, draft in passes(model, ids)}
@@ -247,12 +259,6 @@ def test_empty_reference_is_none():
 
 def test_no_match_of_a_long_ngram_is_none():
     assert found(list(range(700)), 300, 1, 4) == []
-
-
-@pytest.mark.parametrize("ngram_max", [0, 256])
-def test_decoder_refuses_an_ngram_max_out_of_range(ngram_max):
-    with pytest.raises(ValueError, match=f"ngram_max is {ngram_max}"):
-        PromptLookupDecoder(HashModel(), ngram_max=ngram_max)
 
 
 def test_the_longest_ngram_of_the_decoder():

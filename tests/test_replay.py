@@ -61,7 +61,7 @@ class Fixed:
     def __init__(self, k):
         self.k = k
 
-    def __call__(self, ceiling, cost):
+    def __call__(self, ceiling, alpha):
         return self
 
     def choose(self, length, doubt, limit):
