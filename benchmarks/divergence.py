@@ -8,8 +8,9 @@ A pass over several tokens may round differently from a pass over one, and where
 tie, another token wins. The models here are made so that near ties abound: random weights, and a
 head whose rows come in pairs that differ by about the rounding error. Every prompt draws its own
 draft length from 1 to 24. The draft model knows the plain text and gets every fifth token wrong.
-"any width" is this example with passes as wide as the drafts happen to be, as other engines have
-them, over a fifth of the prompts; the other rows are as it is shipped (see cpu.find_widths).
+"any width" is this example with the plain layers of mlx.nn and passes as wide as the drafts happen
+to be, as other engines have them, over a fifth of the prompts; the other rows are as it is shipped
+(see cpu.prepare and T5.check_rows).
 """
 
 import sys
@@ -164,10 +165,11 @@ def head_line():
 
 
 def ours(folder, draft_folder, prompts, precisions, size, eos, max_tokens):
+    from unittest.mock import patch
 
+    import cpu
     from convert import convert
-    from cpu import MAX_WIDTH
-    from model import load
+    from model import WIDEST, load
 
     draft_model = load(draft_folder)[0] if draft_folder else None
     for precision in precisions:
@@ -179,11 +181,15 @@ def ours(folder, draft_folder, prompts, precisions, size, eos, max_tokens):
                 convert(folder, path, quantize=True, bits=int(precision[0]))
             else:
                 convert(folder, path, dtype=precision)
-        model, _ = load(path)
         some = prompts
         if "any width" in precision:
             some = prompts[: len(prompts) // 5 or 1]
-            model.widths = 1, MAX_WIDTH
+            cpu.load_blas()
+            with patch("cpu.prepare"):
+                model, _ = load(path)
+            model.fewest, model.most = 1, WIDEST
+        else:
+            model, _ = load(path)
         found = measure(model, draft_model, some, eos, max_tokens)
         report(f"{precision}, {size}", found, len(some), time.time() - began)
 
@@ -241,7 +247,7 @@ def main():
         temp = Path(temp)
         if options.model:
             lines = (ROOT / "demo/edits.jsonl").read_text().splitlines()[: options.prompts]
-            from model import load  # fast_blas first, by way of model
+            from model import load
 
             tokenizer = load(options.model)[1]
             prompts = [tokenizer(json.loads(line)["prompt"]).input_ids for line in lines]

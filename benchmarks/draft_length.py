@@ -34,6 +34,7 @@ class Random:
 
     def __init__(self, model, seed):
         self.model, self.seed, self.vocab_size = model, seed, model.vocab_size
+        self.alpha = model.alpha
 
     def start(self, prompt):
         return self.model.start(prompt)

@@ -3,26 +3,30 @@
     python benchmarks/verify_cost.py --size t5-base
 
 A pass is fitted as 1 + alpha * k single-token passes. At alpha = 1 nothing is gained by drafting,
-near 0 (where reading the weights is what takes time) drafting is free. Also measured: what it costs
-that a single token travels with dummy rows, so that its bits do not depend on drafts. Widths take
-turns in every run; a pass ends when the host has the choice of every position, as in decoding.
+near 0 (where reading the weights is what takes time) drafting is free. Widths take turns in every
+run; a pass ends when the host has the choice of every position, as in decoding. Also printed: how
+long the prompt took to encode, and the weights that a pass reads beside the memory's bandwidth in
+the same run, as two threads of NumPy read it.
 """
 
 import argparse
 import json
 import random
 import sys
+from concurrent.futures import ThreadPoolExecutor
 
+import numpy as np
 from common import ROOT, SIZES, checkpoint, median, note, timed
 
-PROMPT_TOKENS, WRITTEN_TOKENS, WIDTHS = 150, 64, range(1, 26)
-ALONE = 0  # in place of a width: one token without dummy rows
+PROMPT_TOKENS, WRITTEN_TOKENS, WIDTHS = 400, 64, range(1, 26)
 
 
 def measure(folder, runs):
-    """Median seconds of a pass over 1 … 25 tokens, and over 1 without any dummy row."""
+    """Medians: seconds of a pass over 1 … 25 tokens and of encoding, bytes read, bytes/second."""
     sys.path.insert(0, str(ROOT))
     import mlx.core as mx
+    import mlx.nn as nn
+    from mlx.utils import tree_flatten
 
     from model import load
 
@@ -32,22 +36,31 @@ def measure(folder, runs):
     mx.eval(model.decode(mx.concatenate([start, mx.array(ids[:WRITTEN_TOKENS], mx.uint32)]), cache))
 
     def run(width):
-        if width == ALONE:
-            model.widths, width = (1, widths[1]), 1
         logits = model.decode(mx.array(ids[:width], mx.uint32), cache)
-        model.widths = widths
         return mx.argmax(logits, axis=-1).tolist()
 
-    widths = model.widths
-    seconds = {width: [] for width in [*WIDTHS, ALONE]}
+    modules = tree_flatten(model.leaf_modules(), is_leaf=nn.Module.is_module)
+    read = [module for path, module in modules if model.is_for_few_rows(path, module)]
+    weights = sum(array.nbytes for module in read for _, array in tree_flatten(module.parameters()))
+    prompt, encoding, bandwidth = mx.array(ids, mx.uint32), [], []
+    seconds: dict[int, list[float]] = {width: [] for width in WIDTHS}
     for turn in range(runs + 1):  # the first one warms
         for width in random.Random(turn).sample(list(seconds), len(seconds)):
             took, _ = timed(run, width)
-            cache.trim(max(width, 1))
+            cache.trim(width)
             if turn:
                 seconds[width].append(took)
+        if turn:
+            bandwidth.append(measure_bandwidth())
+            encoding.append(timed(lambda: mx.eval(model.encode(prompt)))[0])
     medians = [median(times) for times in seconds.values()]
-    return medians[:-1], medians[-1]
+    return medians, median(encoding), weights, median(bandwidth)
+
+
+def measure_bandwidth(halves=np.ones((2, 2**25), np.float32)):  # noqa: B008
+    """Bytes a second at which two threads read memory."""
+    with ThreadPoolExecutor(2) as pool:
+        return halves.nbytes / timed(lambda: list(pool.map(np.max, halves)))[0]
 
 
 def fit(seconds):
@@ -65,8 +78,9 @@ def main():
     if arguments.runs < 1:
         parser.error(f"--runs is {arguments.runs}: at least 1")
     with checkpoint(arguments.size) as folder:
-        seconds, alone = measure(folder, arguments.runs)
+        seconds, encoding, weights, bandwidth = measure(folder, arguments.runs)
     result = {"size": arguments.size, "seconds": seconds, "alpha": fit(seconds)}
+    result |= {"encoding": encoding, "bytes": weights, "bandwidth": bandwidth}
     if arguments.json:
         print(json.dumps(result))
         return
@@ -74,7 +88,12 @@ def main():
         print(f"{k + 1:3} tokens {s * 1e3:8.2f} ms  {s / seconds[0]:5.2f}")
     print(f"alpha = {result['alpha']:.3f}")
     note("fitted: one pass over k + 1 tokens costs 1 + alpha * k single-token passes")
-    print(f"exact texts cost a single token {seconds[0] / alone - 1:+.1%} (its dummy rows)")
+    print(f"encoding {PROMPT_TOKENS} tokens: {encoding * 1e3:.1f} ms")
+    speed, share = weights / seconds[0], weights / seconds[0] / bandwidth
+    print(
+        f"a pass reads {weights / 1e6:.1f} MB of weights; over one token at {speed / 1e9:.1f} GB/s,"
+    )
+    print(f"{share:.2f} of the {bandwidth / 1e9:.1f} GB/s at which two threads read memory")
 
 
 if __name__ == "__main__":
