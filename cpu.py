@@ -23,6 +23,7 @@ import struct
 import sys
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from typing import Any
 
 import mlx.core as mx
 import mlx.nn as nn
@@ -68,13 +69,13 @@ def load_blas():
         return None
     try:
         if choice:
-            function, kernels = ctypes.CDLL(choice).cblas_sgemm, ""
+            function, kernels = ctypes.CDLL(choice).cblas_sgemm, b""
         else:
             library = open_openblas()
             library.scipy_openblas_get_corename.restype = ctypes.c_char_p
             function, kernels = library.scipy_cblas_sgemm, library.scipy_openblas_get_corename()
         redirect("libmlx.so", b"cblas_sgemm", function)
-        return kernels.decode() if kernels else ""
+        return kernels.decode()
     except (ImportError, OSError, AttributeError, LookupError) as error:
         print(
             "cpu.py: MLX's matrix products run on its slow reference BLAS, tens of times slower;"
@@ -155,7 +156,8 @@ class BlockLinear(nn.Module):
     def __init__(self, weight, bias=None, few=True):
         super().__init__()
         self.rows, columns = weight.shape
-        narrow, self.alone = find_layout(self.rows % 64, columns) if few else (False, False)
+        layout = find_layout(self.rows % 64, columns) if few else (False, False)
+        narrow, self.alone = layout
         count = len(streams()[: 2 if few else 8]) if weight.nbytes >= LARGE else 1
         width = NARROW if narrow else math.ceil(self.rows / count / 16) * 16
         if self.rows % width:
@@ -189,7 +191,7 @@ class BlockEmbedding(BlockLinear):
 
     def __call__(self, ids):
         count, _, width = self.blocks[0].shape
-        rows, found = count * width, None
+        rows, found = count * width, mx.array(0.0)
         for i, blocks in enumerate(self.blocks):
             here = mx.clip(ids.astype(mx.int32) - i * rows, 0, len(blocks) * width - 1)
             part = blocks[here // width, :, here % width]
@@ -228,15 +230,15 @@ def product(x, blocks, alone):
 def find_layout(edge, columns):
     """(narrow, alone) for matrices (64 * i + edge, columns): the first layout in which each of
     1 to FEW rows has the same bits among any others. Blocks as narrow as these are multiplied
-    without being copied by OpenBLAS where it has AVX-512, and elsewhere are best a row at a time."""
+    without being copied by OpenBLAS where it has AVX-512; elsewhere they serve rows one by one."""
     direct = load_blas() in ("SkylakeX", "Cooperlake", "SapphireRapids")
     rows = max(2**18 // columns // 64, 2) * 64 + edge
     x = mx.random.normal((FEW, columns), key=mx.random.key(0))
     weight = mx.random.normal((rows, columns), key=mx.random.key(1))
     for narrow in (True,) if direct else (False, True):
         width = NARROW if narrow else rows
-        blocks = mx.pad(weight, [(0, -rows % width), (0, 0)]).reshape(-1, width, columns)
-        blocks = [mx.contiguous(blocks.swapaxes(1, 2))]
+        padded = mx.pad(weight, [(0, -rows % width), (0, 0)]).reshape(-1, width, columns)
+        blocks = [mx.contiguous(padded.swapaxes(1, 2))]
         if rows_agree(lambda r, b=blocks: multiply(r, b), x):
             return narrow, False
     return True, True
@@ -263,7 +265,8 @@ class KeysAndValues:
 
     def __init__(self, keys=None, values=None):
         self.text, self.mask = None if keys is None else (keys, values), None
-        self.keys = self.values = None
+        self.keys: Any = None
+        self.values: Any = None
 
     @staticmethod
     def visible(positions):
@@ -421,7 +424,8 @@ class Activation(nn.Module):
         def part(x):
             gelu = self.original.name.startswith("gelu")
             factor = math.sqrt(8 / math.pi) * (1 + 0.044715 * x * x) if gelu else 1
-            return x / (1 + np.exp(-factor * x))
+            with np.errstate(over="ignore"):
+                return x / (1 + np.exp(-factor * x))
 
         mx.eval(x)
         memory = np.array(x, copy=False)

@@ -119,6 +119,8 @@ def parse_arguments(argv=None):
     add("--ngram-max", default=16, type=between(1, 255), metavar="N", help="longest n-gram (16)")
     add("--ngram-min", default=1, type=between(1), metavar="N", help="shortest n-gram (1)")
     add("--reference", metavar="FILE", help="another text to look up drafts in")
+    cost = "what one more token adds to a pass, in passes (the model's own)"
+    add("--alpha", type=between(0, 1e6, float), metavar="A", help=cost)
     add("--delta", type=between(0, 1, float), default=0, help="lenience: faster, other text (0)")
     add("--regular-decode", action="store_true", help="plain decoding, without drafts")
     add = parser.add_argument_group("sampling").add_argument
@@ -138,11 +140,12 @@ def parse_arguments(argv=None):
     if args.ngram_min > args.ngram_max:
         parser.error(f"--ngram-min {args.ngram_min} is above --ngram-max {args.ngram_max}")
     lookup = ["ngram_max", "ngram_min", "reference"]
-    drafting = ["draft_model", "num_draft", "fixed_draft", "delta", *lookup]
+    drafting = ["draft_model", "num_draft", "fixed_draft", "alpha", "delta", *lookup]
     for names, where in [
         (drafting * args.regular_decode, "with --regular-decode"),
         (lookup * (args.mode == "speculative"), "with --draft-model"),
         (["top_p", "top_k", "seed"] * (args.temp == 0), "at --temp 0"),
+        (["alpha"] * args.fixed_draft, "with --fixed-draft"),
         (["color"] * args.json, "on JSON"),
     ]:
         for name in names:
@@ -209,7 +212,9 @@ def load_models(args):
         check_draft((model.config, tokenizer), (draft_model.config, draft_tokenizer))
 
     sampling = {n: getattr(args, n) for n in ("temp", "top_p", "top_k", "seed")}
-    drafting = {n: getattr(args, n) for n in ("num_draft", "fixed_draft", "delta", *sampling)}
+    drafting = {
+        n: getattr(args, n) for n in ("num_draft", "fixed_draft", "alpha", "delta", *sampling)
+    }
     ngrams = {"ngram_max": args.ngram_max, "ngram_min": args.ngram_min}
     return tokenizer, {
         "regular": lambda: Decoder(model, model.eos_ids, **sampling),

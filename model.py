@@ -11,6 +11,7 @@ their input. There is no batch dimension: activations are (positions, features).
 import functools
 import math
 from dataclasses import replace
+from typing import Any
 
 import mlx.core as mx
 import mlx.nn as nn
@@ -50,6 +51,8 @@ class Activation(nn.Module):
 
     def __init__(self, name):
         super().__init__()
+        if name not in ACTIVATIONS:
+            raise ValueError(f"unknown activation {name!r}, not of {[*ACTIVATIONS]}")
         self.name = name
 
     def __call__(self, x):
@@ -117,8 +120,8 @@ class RelativeBias(nn.Embedding):
         super().__init__(config.relative_attention_num_buckets, config.num_heads)
         self.bidirectional = bidirectional
         self.max_distance = config.relative_attention_max_distance
-        self._reach = 0
-        self._table = None  # of all distances from -_reach on, in the decoder
+        self._reach = -1
+        self._table: Any = None  # of all distances from -_reach on, in the decoder
 
     def buckets(self, distance):
         """The bucket of each distance = key position - query position, numpy integers (N,)."""
@@ -144,7 +147,7 @@ class RelativeBias(nn.Embedding):
         row = self.weight[mx.array(self.buckets(distance))].astype(mx.float32).T
         return row if self.bidirectional else mx.where(mx.array(distance > 0), -math.inf, row)
 
-    def __call__(self, position, length, keys):
+    def __call__(self, position, length, keys):  # type: ignore[override]
         """(heads, length, keys) for queries from `position` on."""
         first, last = 1 - position - length, keys - position
         if self.bidirectional or self.training:
@@ -199,11 +202,11 @@ class Attention(nn.Module):
                 memory, position = memory(k, v), 0
             else:
                 memory.update(k[:, :new], v[:, :new], position)
-        y = []
+        parts = []
         for start in range(0, x.shape[0], QUERIES):
             part = q[:, start : start + QUERIES]
-            y.append(memory.attend(part, bias and bias(position + start, part.shape[1])))
-        y = y[0] if len(y) == 1 else mx.concatenate(y, axis=1)
+            parts.append(memory.attend(part, bias and bias(position + start, part.shape[1])))
+        y = parts[0] if len(parts) == 1 else mx.concatenate(parts, axis=1)
         return project(self.o, y.swapaxes(0, 1).reshape(x.shape[0], -1))
 
 
@@ -265,7 +268,7 @@ class Stack(nn.Module):
     def biases(self, keys):
         """For each block bias(position, length) -> (heads, length, keys), which keeps its last
         result: most blocks ask for the same."""
-        biases = []
+        biases: list = []
         for block in self.block:
             bias = block.layer[0].SelfAttention.get("relative_attention_bias")
             if bias:
@@ -479,12 +482,13 @@ def load(path_or_id):
                     class_predicate=lambda path, _: f"{path}.scales" in weights,
                 )
             model.load_weights(list(weights.items()))
-        del weights
+            weights.clear()
         model.eval()
         cpu.prepare(model, model.is_for_few_rows)
-        for _, parameter in tree_flatten(model.parameters()):
-            mx.eval(parameter)  # one at a time, so that what it was made from can go
-        model.check_rows()
+        for _, array in tree_flatten(model.parameters()):  # type: ignore
+            mx.eval(array)  # one at a time, so that what it was made from can go
+        # On the CPU `prepare` has tried all widths of every product already.
+        model.check_rows((1, 2, 5, 11) if cpu.in_use() else range(1, WIDEST))
         return model, checkpoint.load_tokenizer(folder, config.vocab_size)
     except ValueError as error:
         raise ValueError(f"{path_or_id}: {error}") from None

@@ -29,7 +29,6 @@ FIELDS = {
 }
 
 FAKES = {
-    "fast_blas.py": "",
     "model.py": '''
 import os
 from types import SimpleNamespace

@@ -12,9 +12,8 @@ import mlx.core as mx
 import numpy as np
 import pytest
 
-import cpu
-from cpu import CHUNK, MAX_WIDTH, SETTLED, STEP
-from model import LayerCache, load
+from cpu import CHUNK
+from model import load
 
 ROOT = Path(__file__).parent.parent
 DEMO = ROOT / "demo" / "t5-demo"
@@ -77,28 +76,6 @@ def test_pieces_of_any_length_give_the_same_bits(model):
         assert mx.array_equal(mx.concatenate(logits), expected), f"pieces of up to {most}"
 
 
-@pytest.mark.parametrize("sees", [False, True])
-def test_where_masked_keys_matter_the_first_chunk_is_taken_whole(monkeypatch, sees):
-    """The self-check finds out, and bits stay independent of how a text is fed."""
-    if not cpu.in_use():
-        pytest.skip("the CPU's attention")
-
-    right = cpu.attend
-
-    def attend(q, k, v, bias):
-        return right(q, k, v, bias) * (1 + sees * k.shape[2] / 1000)
-
-    monkeypatch.setattr("cpu.attend", attend)
-    model, _ = load(GOLDEN / "flan-t5")
-    assert model.step == (CHUNK if sees else STEP)
-    tokens, rows = text(CHUNK + 20), []
-    cache, _ = model.start(PROMPT)
-    for i in range(0, tokens.size, 23):
-        rows.append(model.decode(tokens[i : i + 23], cache))
-    cache, _ = model.start(PROMPT)
-    assert mx.array_equal(mx.concatenate(rows), one_by_one(model, tokens, cache))
-
-
 @pytest.mark.parametrize("length", [CHUNK - 1, CHUNK, CHUNK + 1, CHUNK + 30])
 def test_trim_leaves_no_trace(model, length):
     tokens, other = text(length), text(40, seed=1)
@@ -152,56 +129,11 @@ def test_logits_depend_on_the_whole_prompt_and_text(model):
     assert not mx.allclose(model.decode(changed, cache)[-1], logits[-1])
 
 
-@pytest.mark.parametrize("keys", [1, 20, 37, 129, 255, 256, 257, 400, 900, 2000])
-def test_attention_does_not_depend_on_its_width(keys):
-    """With two threads and many keys MKL would split the sum over them, depending on the width."""
-    if not cpu.in_use():
-        pytest.skip("the CPU's attention")
-    model, _ = load(GOLDEN / "t5-v1.0")
-    q, k = (mx.random.normal((4, n, 64), key=mx.random.key(n)) for n in (MAX_WIDTH, keys))
-    cache = LayerCache(k, k)
-    widths = range(model.widths[0], MAX_WIDTH + 1)
-    keys_and_values = cache.cross_keys, cache.cross_values
-    rows = [cpu.attend(q[:, :n], *keys_and_values)[:, :2] for n in widths]
-    assert all(mx.array_equal(row, rows[0]) for row in rows)
-    exact = mx.fast.scaled_dot_product_attention(q[None], k[None], k[None], scale=1.0)
-    assert mx.allclose(rows[0], exact[0, :, :2], atol=1e-5)
-
-
-@pytest.mark.parametrize("keys", [5, 32, 33, 1024, 1025, 1056, 2080])
-def test_a_prompt_of_any_length_is_attended_to(keys):
-    """Longer ones in turns of 1,024 queries, of which the last turn may have a few."""
-    if not cpu.in_use():
-        pytest.skip("the CPU's attention")
-    q, k, v = (mx.random.normal((4, keys, 16), key=mx.random.key(i)) for i in range(3))
-    bias = mx.random.normal((4, keys, keys), key=mx.random.key(3))
-    y = cpu.attend(q, k.swapaxes(1, 2), v, bias)
-    exact = mx.fast.scaled_dot_product_attention(q[None], k[None], v[None], scale=1.0, mask=bias)
-    assert y.shape == q.shape and mx.allclose(y, exact[0], atol=1e-5)
-
-
 def test_ids_beyond_the_table_read_its_last_row(model):
     caches = [model.start(PROMPT)[0] for _ in range(2)]
     a = model.decode(mx.array([0, 2**32 - 1, 10**6], mx.uint32), caches[0])
     b = model.decode(mx.array([0, model.vocab_size - 1, model.vocab_size - 1]), caches[1])
     assert mx.array_equal(a, b) and mx.isfinite(a).all()
-
-
-def test_after_some_passes_matrices_move_to_large_pages_one_by_one(monkeypatch):
-    if not cpu.in_use():
-        pytest.skip("matrices in the processor's memory")
-    moved = []
-    monkeypatch.setattr("fast_blas.use_large_pages", lambda *memory: moved.append(memory))
-    model, _ = load(GOLDEN / "flan-t5")
-    layers = model.config.num_decoder_layers
-    tokens = text(SETTLED + 4 * (6 * layers + 5))
-    cache, _ = model.start(PROMPT)
-    for i in range(tokens.size):
-        model.decode(tokens[i : i + 1], cache)
-        assert len(moved) == min(max(i + 1 - SETTLED, 0) // 4, 6 * layers + 1)
-    head = model.vocab_size * model.config.d_model * 4
-    assert len({address for address, _ in moved}) == len(moved)
-    assert [size for _, size in moved].count(head) == 1
 
 
 # Bad input
@@ -315,10 +247,10 @@ def index_elsewhere(folder):
         ("t5-v1.1", config(model_type="switch_transformers"), "switch_transformers"),
         ("t5-v1.1", no_decoder, "encoder-only"),
         ("t5-v1.1", extra_tensor, "extra.weight"),
-        ("t5-v1.1", config(d_ff=65), r"wi_0.weight .*\(64, 32\).*\(65, 32\)"),
+        ("t5-v1.1", config(d_ff=65), r"\(130, 32\).*\(128, 32\).*wi.weight"),
         ("t5-v1.1", config(feed_forward_proj="gated-tanh"), "activation 'tanh'"),
         ("t5-v1.1", config(feed_forward_proj="leaky-relu"), "leaky-relu"),
-        ("t5-v1.1", config(num_layers=1), "block.1"),
+        ("t5-v1.1", config(num_layers=1), "says 1 encoder layers, the weights have 2"),
         ("t5-v1.1", config(relative_attention_num_buckets=3), "buckets is 3"),
         ("t5-v1.1", config(relative_attention_max_distance=16), "distance is 16"),
         ("t5-v1.1", config(d_kv=True), "d_kv is True"),
@@ -489,30 +421,38 @@ def test_one_evaluation_per_pass(monkeypatch):
     drafter = decoder.SpeculativeDecoder(model, model, None, num_draft=8, fixed_draft=True)
     stream = drafter.stream(prompt, 600)
     assert len(list(stream)) == 600
-    assert len(evaluations) == stream.stats.passes
+    in_passes, before = len(evaluations), len(evaluations)
+    model.start(prompt)  # the CPU encodes with some of NumPy; both models did so above
+    assert in_passes - 2 * (len(evaluations) - before) == stream.stats.passes
 
 
-def test_products_of_few_rows():
-    w = mx.random.normal((1024, 768), key=mx.random.key(0))
-    product = cpu.FewRows(w)
-    assert len(product.blocks) > 1
-    x = mx.random.normal((32, 768), key=mx.random.key(1))
-    for n in range(1, 33):
-        y = product(x[:n])
-        assert y.shape == (n, 1024) and mx.allclose(y, x[:n] @ w.T, atol=1e-3)
-        part = product(x[:n], part=True)
-        assert mx.allclose(part, y[:, : part.shape[1]], atol=1e-3)
-        if n > 2 and fast_blas.path and "mkl" in fast_blas.path:
-            assert mx.array_equal(y[:2], product(x)[:2])
+def test_training_lowers_the_loss():
+    """Teacher forcing through mlx.nn and mlx.optimizers, on a tiny T5 made from a config alone."""
+    import mlx.nn as nn
+    import mlx.optimizers as optimizers
+    from mlx.utils import tree_flatten
 
+    from checkpoint import Config
+    from model import T5
 
-def test_widths_are_those_at_which_every_row_is_the_same():
-    base = mx.random.normal((32, 8), key=mx.random.key(0))
+    sizes = dict(vocab_size=40, d_model=32, d_kv=8, d_ff=64, num_heads=4)
+    mx.random.seed(0)
+    model = T5(
+        Config(**sizes, num_layers=2, num_decoder_layers=2, is_gated=True, activation="silu")
+    )
+    prompt, target = mx.array([3, 4, 5, 6, 1]), mx.array([7, 8, 9, 10, 11, 12, 1])
 
-    def rows(n, position=0, keys=0):
-        y = mx.array(base[:n]) + (n == 1)
-        if n > 15:
-            y[1] += 1
-        return y
+    def loss(prompt, target):
+        return nn.losses.cross_entropy(model(prompt, target), target, reduction="mean")
 
-    assert cpu.find_widths(rows) == ((2, 15), cpu.STEP)
+    step, optimizer = nn.value_and_grad(model, loss), optimizers.Adam(learning_rate=3e-3)
+    losses = []
+    for _ in range(40):
+        value, gradients = step(prompt, target)
+        optimizer.update(model, gradients)
+        mx.eval(model.parameters(), optimizer.state)
+        losses.append(value.item())
+    assert losses[-1] < 0.5 * losses[0]
+    names = {"encoder", "decoder", "shared"}
+    assert set(gradients) == names
+    assert all(mx.abs(gradient).max() > 0 for _, gradient in tree_flatten(gradients))
