@@ -157,7 +157,7 @@ class BlockLinear(nn.Module):
         super().__init__()
         self.rows, columns = weight.shape
         layout = find_layout(self.rows % 64, columns) if few else (False, False)
-        narrow, self.alone = layout
+        narrow, self.alone = layout[0], bool(layout[1])
         count = len(streams()[: 2 if few else 8]) if weight.nbytes >= LARGE else 1
         width = NARROW if narrow else math.ceil(self.rows / count / 16) * 16
         if self.rows % width:
@@ -227,7 +227,7 @@ def product(x, blocks, alone):
 
 
 @functools.cache
-def find_layout(edge, columns):
+def find_layout(edge, columns) -> tuple[bool, bool]:
     """(narrow, alone) for matrices (64 * i + edge, columns): the first layout in which each of
     1 to FEW rows has the same bits among any others. Blocks as narrow as these are multiplied
     without being copied by OpenBLAS where it has AVX-512; elsewhere they serve rows one by one."""
