@@ -204,26 +204,24 @@ def multiply(x, blocks, alone=False):
     is a product by itself where they are `alone`."""
     parts = []
     for part, stream in zip(blocks, streams(), strict=False):
-        columns = part.shape[1]
-        deep = (
-            columns if part.shape[2] > NARROW else math.ceil(columns / math.ceil(columns / DEPTH))
-        )
-        with mx.stream(stream or mx.default_stream(mx.cpu)):
-            y = (
-                product(x[:, :deep], part[:, :deep], alone)
-                if deep < columns
-                else product(x, part, alone)
-            )
-            for i in range(deep, columns, deep):
-                y = y + product(x[:, i : i + deep], part[:, i : i + deep], alone)
+        columns, width = part.shape[1:]
+        pieces = 1 if width > NARROW else math.ceil(columns / DEPTH)
+        deep = math.ceil(columns / pieces)
+        y: Any = None
+        for i in range(0, columns, deep):
+            piece = (x, part) if pieces == 1 else (x[:, i : i + deep], part[:, i : i + deep])
+            more = product(*piece, alone, stream)
+            y = more if i == 0 else mx.add(y, more, stream=stream)
         parts.append(y)
     y = parts[0] if len(parts) == 1 else mx.concatenate(parts)
-    return y.swapaxes(0, 1).reshape(len(x), -1)
+    return y.squeeze(0) if len(y) == 1 else y.swapaxes(0, 1).reshape(len(x), -1)
 
 
-def product(x, blocks, alone):
+def product(x, blocks, alone, stream=None):
     """(L, K) @ (B, K, width) -> (B, L, width)"""
-    return (x[:, None] @ blocks[:, None]).squeeze(2) if alone else x @ blocks
+    if alone:
+        return mx.matmul(x[:, None], blocks[:, None], stream=stream).squeeze(2)
+    return mx.matmul(x, blocks, stream=stream)
 
 
 @functools.cache

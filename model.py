@@ -431,7 +431,7 @@ class T5(nn.Module):
 
     def sanitize(self, weights):
         """A checkpoint's tensors by Hugging Face's names -> those of this model's parameters."""
-        weights = dict(weights)
+        weights = {name: checkpoint.to_mlx(tensor) for name, tensor in weights.items()}
         for part in ("weight", "scales", "biases"):
             names = [name.replace("weight", part) for name in checkpoint.EMBEDDINGS]
             for name in [n for n in names if n in weights][:1]:
@@ -448,6 +448,11 @@ class T5(nn.Module):
                     arrays = [weights.pop(piece) for piece in pieces]
                     weights[f"{head}{whole}.{tail}"] = mx.concatenate(arrays)
         for name, array in weights.items():
+            is_packed = name.endswith(".weight") and f"{name[:-6]}scales" in weights
+            if array.dtype not in ((mx.uint32,) if is_packed else checkpoint.FLOATS):
+                raise ValueError(
+                    f"{name} holds {array.dtype}, not numbers as in {checkpoint.FLOATS}"
+                )
             # In float16 the product with wo overflows in many T5s.
             if array.dtype == mx.float16 and (".wo." in name or array.ndim == 1):
                 weights[name] = array.astype(mx.float32)

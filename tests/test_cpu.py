@@ -102,7 +102,7 @@ def test_what_rounds_in_other_ways_is_found(monkeypatch):
     assert not cpu.rows_agree(lambda rows: rows * (2 if len(rows) > 8 else 2.0001), x)
 
     right = cpu.product
-    monkeypatch.setattr(cpu, "product", lambda x, b, alone: right(x, b, alone) * (1 + len(x) / 99))
+    monkeypatch.setattr(cpu, "product", lambda x, *rest: right(x, *rest) * (1 + len(x) / 99))
     cpu.find_layout.cache_clear()
     assert cpu.find_layout(0, 64) == (True, True)
     monkeypatch.undo()
