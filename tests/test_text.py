@@ -16,7 +16,7 @@ import pytest
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
 
-from main import TextStream  # noqa: E402
+from text import TextStream  # noqa: E402
 
 TEXTS = [
     "The quick brown fox jumps over the lazy dog.",

@@ -1,0 +1,88 @@
+"""Text in, token ids out, and back: all that `main.py` knows about text."""
+
+import math
+import re
+
+CONTEXT = 8  # tokens that one is decoded behind; a character has at most 4 bytes
+
+
+def read_text(path):
+    """The text of a file (-: standard input) without the line break at its end."""
+    try:
+        with open(0 if path == "-" else path, "rb", closefd=path != "-") as file:
+            return file.read().decode("utf-8-sig").removesuffix("\n").removesuffix("\r")
+    except (OSError, UnicodeError) as error:
+        raise ValueError(f"cannot read {path}: {getattr(error, 'strerror', error)}") from None
+
+
+def encode(tokenizer, where, text):
+    """Text -> its token ids, a list that ends with one EOS. ValueError where there is no text."""
+    ids = tokenizer(text.encode(errors="replace").decode(), verbose=False).input_ids
+    while ids[-2:] == [tokenizer.eos_token_id] * 2:  # the text had its own
+        ids.pop()
+    if not set(ids) - set(tokenizer("").input_ids):
+        raise ValueError(f"{where}: the text is empty")
+    return ids
+
+
+class TextStream:
+    """Token ids in, printable text out, as early as it is certain.
+
+    Decoding is not append-only: T5 drops the space before a piece that is decoded alone, and a
+    character can take several tokens. So each token is decoded behind a few before it, and what it
+    adds is printed, but for what a later token may change: an unfinished character (U+FFFD), a run
+    of byte-fallback tokens (one bad byte spoils all of it). All pieces together are `_decode(ids)`.
+    """
+
+    def __init__(self, tokenizer):
+        self.tokenizer = tokenizer
+        options = {"skip_special_tokens": True, "clean_up_tokenization_spaces": False}
+        self._decode = lambda ids: tokenizer.decode(ids, **options)
+        added = tokenizer.added_tokens_decoder
+        self.special = {i for i, t in added.items() if t.special} | set(tokenizer.all_special_ids)
+        # ByT5 would read an id that only pads the model's table as a byte beyond 255.
+        self.size = math.inf if tokenizer.is_fast else len(tokenizer)
+        self.ids, self.drafted = [], []  # a window: the context, then `fresh` tokens not printed
+        self.fresh = self.printed = 0  # printed: how many of the window's characters are out
+
+    def push(self, token_id, drafted=False):
+        """The next token -> [(text, drafted)]: what can be printed now, maybe nothing."""
+        token = self.tokenizer.convert_ids_to_tokens(token_id)
+        if token is None or token_id in self.special or token_id >= self.size:
+            return []
+        self.ids.append(token_id)
+        self.drafted.append(drafted)
+        self.fresh += 1
+        return [] if re.fullmatch("<0x[0-9A-F]{2}>", token) else self._print(hold=True)
+
+    def finish(self):
+        """The text has ended -> [(text, drafted)]: the rest."""
+        return self._print(hold=False) if self.fresh else []
+
+    def _print(self, hold):
+        text = self._decode(self.ids)
+        end = len(text) - (hold and text.endswith("\ufffd"))
+        pieces = self._mark(text, end)
+        self.printed = end
+        if len(self.ids) > 4 * CONTEXT:  # a token's cost must not grow with the text
+            self.ids, self.drafted = self.ids[-CONTEXT:], self.drafted[-CONTEXT:]
+            self.fresh = min(self.fresh, CONTEXT)
+            self.printed = len(self._decode(self.ids)) - (len(text) - end)
+        return pieces
+
+    def _mark(self, text, end):
+        """text[printed:end] as [(text, drafted)]; a character is drafted if all its tokens are."""
+        first, done, marks = len(self.ids) - self.fresh, self.printed, []
+        if len(set(self.drafted[first:])) == 1:
+            # A token without text is silent (T5's first space) or, in ByT5, a character's first.
+            if end == len(text) and (end > done or self.tokenizer.is_fast):
+                self.fresh = 0
+            return [(text[done:end], self.drafted[-1])] if end > done else []
+        for i in range(first, len(self.ids)):
+            part = self._decode(self.ids[: i + 1])
+            while done < end and part.startswith(text[: done + 1]):  # it ends in token i
+                marks.append((text[done], all(self.drafted[first : i + 1])))
+                done += 1
+                first = i if len(part) > done else i + 1  # where the next character begins
+        self.fresh = len(self.ids) - first
+        return marks
