@@ -147,7 +147,8 @@ class PromptLookupDecoder(Decoder):
 @pytest.fixture
 def fake(tmp_path):
     """Runs main.py among the stand-ins; `calls()` is what they were asked for."""
-    shutil.copy(ROOT / "main.py", tmp_path)
+    for name in "main.py", "text.py":
+        shutil.copy(ROOT / name, tmp_path)
     for name, text in FAKES.items():
         (tmp_path / name).write_text(text)
     log = tmp_path / "log"
