@@ -7,10 +7,10 @@ among any others:
   place, from the package scipy-openblas32, on one thread: MLX's streams share the work instead.
 - Leaf modules are swapped, as `nn.quantize` does: the matrix of a `BlockLinear` lies so that it is
   read once from memory, in sequence, whatever the number of rows.
-- A T5 gets `KeysAndValues`, attention in chunks of keys.
+- A T5 gets `KeysAndValues`, laid out for its attention.
 
-Whether a row's bits depend on the number of rows is tried for each product, before it is used; a
-product of which that is true is made a row at a time.
+Whether a row's bits depend on the number of rows is tried before products of that kind are used;
+where they do, each row becomes a product of its own.
 """
 
 import ctypes
@@ -31,12 +31,10 @@ import numpy as np
 from mlx.utils import tree_map_with_path
 
 FEW = 32  # the most rows of a pass
-NARROW = 32  # columns of a narrow block
-DEPTH = 960  # of a narrow block: FEW * NARROW * DEPTH is what OpenBLAS takes for a small product
-CHUNK = 256  # keys of a product in attention
-STEP = 64  # where these are all, there may be fewer, in such steps
-LARGE = 2**20  # bytes of a matrix that is worth two streams
-ALONE = ("OPENBLAS_NUM_THREADS", "OMP_NUM_THREADS", "GOTO_NUM_THREADS")
+CHUNK = 256  # keys that one product of attention sums over
+STEP = 64  # where there are no more than CHUNK keys, they grow in such steps
+SHARE = 2**20  # bytes of a matrix that are worth a stream
+THREADS = "OPENBLAS_NUM_THREADS", "OMP_NUM_THREADS", "GOTO_NUM_THREADS"
 
 
 def in_use():
@@ -74,7 +72,7 @@ def load_blas():
             library = open_openblas()
             library.scipy_openblas_get_corename.restype = ctypes.c_char_p
             function, kernels = library.scipy_cblas_sgemm, library.scipy_openblas_get_corename()
-        redirect("libmlx.so", b"cblas_sgemm", function)
+        redirect(function)
         return kernels.decode()
     except (ImportError, OSError, AttributeError, LookupError) as error:
         print(
@@ -91,7 +89,7 @@ def open_openblas():
     Of its kernels without AVX-512 those that fuse multiplication and addition round the edges of a
     product in other ways than its middle.
     """
-    wanted = {} if any(name in os.environ for name in ALONE) else {ALONE[0]: "1"}
+    wanted = {} if any(name in os.environ for name in THREADS) else {THREADS[0]: "1"}
     if platform.machine() == "x86_64" and "OPENBLAS_CORETYPE" not in os.environ:
         flags = Path("/proc/cpuinfo").read_text()
         if " avx512f " not in flags:
@@ -106,41 +104,31 @@ def open_openblas():
             del os.environ[name]
 
 
-def redirect(library, symbol, function):
-    """Let the calls that a loaded library makes of a function it imports go to another one.
+def redirect(function):
+    """Let the calls that MLX makes of cblas_sgemm go to another function: overwrite its address in
+    the table of imported functions, which libmlx.so has in memory since it was loaded."""
 
-    The function's address lies in a table in memory, which the ELF format (64 bits) describes:
-    program headers -> dynamic section -> relocations, each with the place and the symbol.
-    """
-
-    def read(form, address):
-        return struct.unpack(form, ctypes.string_at(address, struct.calcsize(form)))
+    def address(function):
+        return struct.pack("<Q", ctypes.cast(function, ctypes.c_void_p).value)
 
     with open("/proc/self/maps") as maps:
-        starts = [int(m.split("-")[0], 16) for m in maps if m.rstrip().endswith(f"/{library}")]
-    base, tags = starts[0], {}
-    (headers,), (count,) = read("<Q", base + 32), read("<H", base + 56)
-    for header in range(base + headers, base + headers + 56 * count, 56):
-        kind, _, _, address = read("<IIQQ", header)
-        if kind == 2:  # PT_DYNAMIC
-            entry = base + address
-            while (pair := read("<QQ", entry))[0]:
-                tags[pair[0]] = pair[1]
-                entry += 16
-    names, symbols, table, size = tags[5], tags[6], tags[23], tags[2]  # DT_STRTAB … DT_PLTRELSZ
-    for entry in range(table, table + size, 24):
-        place, info = read("<QQ", entry)
-        (name,) = read("<I", symbols + 24 * (info >> 32))
-        if ctypes.string_at(names + name) == symbol:
-            page = (base + place) // mmap.PAGESIZE * mmap.PAGESIZE
+        areas = [line.split(maxsplit=5) for line in maps if line.endswith("/libmlx.so\n")]
+    old, found = address(ctypes.CDLL(areas[0][5].strip()).cblas_sgemm), False
+    for area, permissions, *_ in areas:
+        start, end = (int(bound, 16) for bound in area.split("-"))
+        if not permissions.startswith("r") or "x" in permissions:
+            continue
+        place = ctypes.string_at(start, end - start).find(old)
+        if place >= 0:
+            page = (start + place) // mmap.PAGESIZE * mmap.PAGESIZE
             mprotect = ctypes.CDLL(None, use_errno=True).mprotect
             mprotect.argtypes = ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int
             if mprotect(page, mmap.PAGESIZE, mmap.PROT_READ | mmap.PROT_WRITE):
                 raise OSError(ctypes.get_errno(), "mprotect failed")
-            address = ctypes.cast(function, ctypes.c_void_p).value
-            ctypes.c_void_p.from_address(base + place).value = address
-            return
-    raise LookupError(f"{library} does not import {symbol.decode()}")
+            ctypes.memmove(start + place, address(function), len(old))
+            found = True
+    if not found:
+        raise LookupError("libmlx.so does not import cblas_sgemm")
 
 
 # Matrices
@@ -149,37 +137,30 @@ def redirect(library, symbol, function):
 class BlockLinear(nn.Module):
     """nn.Linear in float32: x (L, K) @ weight (N, K).T + bias.
 
-    `blocks` are arrays (B, K, width), one for each stream, that hold the matrix from left to right,
-    filled up with zeros. In wide blocks it has a block for each stream, in narrow ones many.
+    `weight` is (B, K, width), the columns of the matrix in blocks, filled up with zeros: many
+    narrow ones, or for the many rows of a prompt (`few` is False) one for each stream.
     """
 
     def __init__(self, weight, bias=None, few=True):
         super().__init__()
         self.rows, columns = weight.shape
-        layout = find_layout(self.rows % 64, columns) if few else (False, False)
-        narrow, self.alone = layout[0], bool(layout[1])
-        count = len(streams()[: 2 if few else 8]) if weight.nbytes >= LARGE else 1
-        width = NARROW if narrow else math.ceil(self.rows / count / 16) * 16
+        width, _ = narrow_blocks()
+        width = width if few else math.ceil(self.rows / used_streams(weight) / 16) * 16
         if self.rows % width:
             weight = mx.pad(weight, [(0, -self.rows % width), (0, 0)])
-        blocks = mx.contiguous(weight.reshape(-1, width, columns).swapaxes(1, 2))
-        half = math.ceil(len(blocks) / count)
-        self.blocks = [blocks[i : i + half] for i in range(0, len(blocks), half)]
+        self.weight = mx.contiguous(weight.reshape(-1, width, columns).swapaxes(1, 2))
+        self.alone = few and not rows_of_products_agree(columns)
         if bias is not None:
             self.bias = bias
 
     def __call__(self, x):
         *outer, columns = x.shape
-        x = x.astype(mx.float32).reshape(-1, columns)
-        if self.blocks[0].shape[2] > NARROW or len(x) <= FEW:
-            y = multiply(x, self.blocks, self.alone)
-        elif len(x) <= 3 * FEW:
-            parts = [x[i : i + FEW] for i in range(0, len(x), FEW)]
-            y = mx.concatenate([multiply(part, self.blocks, self.alone) for part in parts])
-        else:
-            parts = [x @ b.swapaxes(0, 1).reshape(columns, -1) for b in self.blocks]
-            y = mx.concatenate(parts, axis=1)
-        y = y[:, : self.rows].reshape(*outer, self.rows)
+        x, blocks = x.astype(mx.float32).reshape(-1, columns), self.weight
+        if len(x) > FEW and len(blocks) > used_streams(blocks):  # worth a copy without gaps
+            blocks = blocks.swapaxes(0, 1).reshape(1, columns, -1)
+        y = multiply(x, blocks, self.alone and len(x) <= FEW)
+        y = y if y.shape[1] == self.rows else y[:, : self.rows]
+        y = y.reshape(*outer, self.rows)
         return y + self.bias if "bias" in self else y
 
 
@@ -190,81 +171,76 @@ class BlockEmbedding(BlockLinear):
         return super().__call__(x)
 
     def __call__(self, ids):
-        count, _, width = self.blocks[0].shape
-        rows, found = count * width, mx.array(0.0)
-        for i, blocks in enumerate(self.blocks):
-            here = mx.clip(ids.astype(mx.int32) - i * rows, 0, len(blocks) * width - 1)
-            part = blocks[here // width, :, here % width]
-            found = mx.where((ids < i * rows)[..., None], found, part) if i else part
-        return found
+        width = self.weight.shape[2]
+        return self.weight[ids // width, :, ids % width]
+
+
+def used_streams(array):
+    return min(len(streams()), math.ceil(array.nbytes / SHARE))
 
 
 def multiply(x, blocks, alone=False):
-    """x (L, K), blocks [(B, K, width)] -> (L, N), each of `blocks` on a stream of its own. Each row
+    """x (L, K), blocks (B, K, width) -> (L, B * width), the blocks shared by the streams. Each row
     is a product by itself where they are `alone`."""
-    parts = []
-    for part, stream in zip(blocks, streams(), strict=False):
-        columns, width = part.shape[1:]
-        pieces = 1 if width > NARROW else math.ceil(columns / DEPTH)
-        deep = math.ceil(columns / pieces)
-        y: Any = None
-        for i in range(0, columns, deep):
-            piece = (x, part) if pieces == 1 else (x[:, i : i + deep], part[:, i : i + deep])
-            more = product(*piece, alone, stream)
-            y = more if i == 0 else mx.add(y, more, stream=stream)
-        parts.append(y)
-    y = parts[0] if len(parts) == 1 else mx.concatenate(parts)
-    return y.squeeze(0) if len(y) == 1 else y.swapaxes(0, 1).reshape(len(x), -1)
+    count = used_streams(blocks)
+    share, parts = math.ceil(len(blocks) / count), []
+    for i, stream in enumerate(streams()[:count]):
+        part = blocks if count == 1 else blocks[i * share : (i + 1) * share]
+        parts.append(product(x, part, alone, stream))
+    y = parts[0] if count == 1 else mx.concatenate(parts)
+    return y.swapaxes(0, 1).reshape(len(x), -1)
 
 
 def product(x, blocks, alone, stream=None):
     """(L, K) @ (B, K, width) -> (B, L, width)"""
     if alone:
         return mx.matmul(x[:, None], blocks[:, None], stream=stream).squeeze(2)
-    return mx.matmul(x, blocks, stream=stream)
+    columns, (width, depth) = len(blocks[0]), narrow_blocks()
+    if columns <= depth or blocks.shape[2] > width:
+        return mx.matmul(x, blocks, stream=stream)
+    y: Any = None
+    for i in range(0, columns, depth):
+        y_i = mx.matmul(x[:, i : i + depth], blocks[:, i : i + depth], stream=stream)
+        y = y_i if y is None else mx.add(y, y_i, stream=stream)
+    return y
 
 
 @functools.cache
-def find_layout(edge, columns) -> tuple[bool, bool]:
-    """(narrow, alone) for matrices (64 * i + edge, columns): the first layout in which each of
-    1 to FEW rows has the same bits among any others. Blocks as narrow as these are multiplied
-    without being copied by OpenBLAS where it has AVX-512; elsewhere they serve rows one by one."""
+def narrow_blocks():
+    """The width of narrow blocks, and how many elements one product sums over. OpenBLAS with
+    AVX-512 does not copy the matrix where FEW * width * depth <= 10**6."""
     direct = load_blas() in ("SkylakeX", "Cooperlake", "SapphireRapids")
-    rows = max(2**18 // columns // 64, 2) * 64 + edge
-    x = mx.random.normal((FEW, columns), key=mx.random.key(0))
-    weight = mx.random.normal((rows, columns), key=mx.random.key(1))
-    for narrow in (True,) if direct else (False, True):
-        width = NARROW if narrow else rows
-        padded = mx.pad(weight, [(0, -rows % width), (0, 0)]).reshape(-1, width, columns)
-        blocks = [mx.contiguous(padded.swapaxes(1, 2))]
-        if rows_agree(lambda r, b=blocks: multiply(r, b), x):
-            return narrow, False
-    return True, True
+    return (32, 960) if direct else (64, 2**31)
 
 
-def rows_agree(function, x):
-    """Do rows of function(x) (FEW, N) have the bits of function(x[:n]) and of any row alone?"""
-    whole = function(x)
-    same = [mx.array_equal(function(x[:n]), whole[:n]) for n in range(1, FEW)]
-    same += [mx.array_equal(function(x[n : n + 1]), whole[n : n + 1]) for n in range(1, FEW, 5)]
+@functools.cache
+def rows_of_products_agree(columns):
+    """Do a row's bits in a product with narrow blocks not depend on the other rows?"""
+    x, blocks = random((FEW, columns), (3, columns, narrow_blocks()[0]))
+    whole = multiply(x, blocks)
+    same = [mx.array_equal(multiply(x[:n], blocks), whole[:n]) for n in range(1, FEW)]
+    same += [mx.array_equal(multiply(x[n:], blocks), whole[n:]) for n in range(1, FEW)]
     return mx.stack(same).all().item()
+
+
+def random(*shapes):
+    return [mx.random.normal(shape, key=mx.random.key(i)) for i, shape in enumerate(shapes)]
 
 
 # Attention
 
 
 class KeysAndValues:
-    """What one layer's attention looks at, in chunks of keys; see model.KeysAndValues.
+    """What one layer's attention looks at; see model.KeysAndValues.
 
-    Keys lie as (heads, chunks, d_kv, width), values as (heads, chunks, width, d_kv), in float32.
-    The products have few shapes, and what is masked adds exact zeros, so that a row's bits depend
+    Keys lie as (heads, d_kv, positions), values as (heads, positions, d_kv), in float32. Sums over
+    positions are made in chunks, and what is masked adds exact zeros, so that a row's bits depend
     neither on the number of rows nor on how many keys come after its own.
     """
 
     def __init__(self, keys=None, values=None):
-        self.text, self.mask = None if keys is None else (keys, values), None
-        self.keys: Any = None
-        self.values: Any = None
+        self.text = None if keys is None else (keys, values)
+        self.keys = self.values = self.mask = None
 
     @staticmethod
     def visible(positions):
@@ -279,93 +255,70 @@ class KeysAndValues:
         """Write k, v (heads, L, d_kv) at `position`, over what was there."""
         heads, length, d_kv = k.shape
         end = position + length
-        count, width = math.ceil(end / CHUNK), min(self.visible(end), CHUNK)
         if self.keys is None:
-            self.keys = mx.zeros((heads, count, d_kv, width))
-            self.values = mx.zeros((heads, count, width, d_kv))
-        wider, more = width - self.keys.shape[3], count - self.keys.shape[1]
-        if wider > 0 or more > 0:
-            more, wider = (0, max(more, 0)), (0, max(wider, 0))
-            self.keys = mx.pad(self.keys, [(0, 0), more, (0, 0), wider])
-            self.values = mx.pad(self.values, [(0, 0), more, wider, (0, 0)])
-        k, v, done = k.astype(mx.float32).swapaxes(1, 2), v.astype(mx.float32), 0
-        while done < length:
-            chunk, first = divmod(position + done, CHUNK)
-            n = min(length - done, CHUNK - first)
-            self.keys[:, chunk, :, first : first + n] = k[:, :, done : done + n]
-            self.values[:, chunk, first : first + n] = v[:, done : done + n]
-            done += n
-
-    def _lay_out(self, keys, values):
-        size = keys.shape[1]
-        self.update(keys, values, 0)
-        count, width = self.keys.shape[1], self.keys.shape[3]
-        if size < count * width:
-            self.mask = mx.where(mx.arange(count * width) < size, 0.0, -math.inf)
-            self.mask = self.mask.reshape(count, 1, width)
+            self.keys, self.values = mx.zeros((heads, d_kv, 0)), mx.zeros((heads, 0, d_kv))
+        room = self.visible(end) - self.keys.shape[2]
+        if room > 0:
+            self.keys = mx.pad(self.keys, [(0, 0), (0, 0), (0, room)])
+            self.values = mx.pad(self.values, [(0, 0), (0, room), (0, 0)])
+        k = k.swapaxes(1, 2)
+        if position == 0:
+            k = mx.contiguous(k)  # where it takes all of the place, it would stay as it is
+        self.keys[..., position:end] = k
+        self.values[:, position:end] = v
 
     def attend(self, q, bias=None):
         """q (heads, L, d_kv), bias (heads, L, S) -> (heads, L, d_kv), S the first positions."""
         if self.text and bias is not None:
             return attend_whole(q, *self.text, bias)
         if self.text:
-            self._lay_out(*self.text)
+            size = self.text[0].shape[1]
+            self.update(*self.text, 0)
             self.text = None
-        keys, values = self.keys, self.values
-        if bias is None:
-            mask = self.mask
-        else:
-            width = min(bias.shape[2], CHUNK)
-            mask = bias.reshape(*bias.shape[:2], -1, width).swapaxes(1, 2)
-            if mask.shape[1] < keys.shape[1] or width < keys.shape[3]:  # after trim
-                keys = keys[:, : mask.shape[1], :, :width]
-                values = values[:, : mask.shape[1], :width]
-        return attend(q, keys, values, mask, not rows_are_alike(q.shape[2])).astype(q.dtype)
+            positions = mx.arange(self.keys.shape[2])
+            self.mask = mx.where(positions < size, 0.0, -math.inf)
+        mask = self.mask if bias is None else bias
+        keys, values = self.keys[..., : mask.shape[-1]], self.values[:, : mask.shape[-1]]
+        alone = not rows_of_attention_agree(q.shape[2])
+        return attend(q.astype(mx.float32), keys, values, mask, alone).astype(q.dtype)
 
 
 def attend(q, keys, values, mask, alone=False):
-    """q (heads, L, d_kv), keys and values in chunks, mask broadcasts to (heads, chunks, L, width)
-    -> (heads, L, d_kv). alone: each row's products by themselves."""
-    q = q.astype(mx.float32)[:, None]
-    scores = (q[..., None, :] @ keys[:, :, None]).squeeze(3) if alone else q @ keys
-    scores = scores if mask is None else scores + mask
-    top = scores.max(axis=-1, keepdims=True)
-    many = scores.shape[1] > 1
-    p = exp(scores - (top.max(axis=1, keepdims=True) if many else top))
+    """q (heads, L, d_kv), keys (heads, d_kv, S), values (heads, S, d_kv), mask that broadcasts to
+    (heads, L, S) -> (heads, L, d_kv). alone: each row's products by themselves."""
+    heads, rows, d_kv = q.shape
+    size = min(keys.shape[2], CHUNK)
+    if alone:
+        scores = (q[:, :, None] @ keys[:, None]).squeeze(2) + mask
+    else:
+        scores = q @ keys + mask
+    p = exp(scores - scores.max(axis=-1, keepdims=True))
     total = p.sum(axis=-1, keepdims=True)
-    y = (p[..., None, :] @ values[:, :, None]).squeeze(3) if alone else p @ values
-    return y.sum(axis=1) / total.sum(axis=1) if many else (y / total).squeeze(1)
+    p = p.reshape(heads, rows, -1, size).swapaxes(1, 2)
+    values = values.reshape(heads, -1, size, d_kv)
+    if alone:
+        y = (p[..., None, :] @ values[:, :, None]).squeeze(3)
+    else:
+        y = p @ values
+    return y.sum(axis=1) / total
 
 
 @functools.cache
-def rows_are_alike(d_kv):
+def rows_of_attention_agree(d_kv):
     """In `attend`: do a row's bits not depend on other rows, nor on masked keys?"""
     most = 3 * CHUNK
-    q, keys, values, bias = (
-        mx.random.normal(shape, key=mx.random.key(i))
-        for i, shape in enumerate([(1, FEW, d_kv), (1, most, d_kv), (1, most, d_kv), (FEW, most)])
-    )
-    for width in range(STEP, CHUNK + 1, STEP):
-        k, v, p = keys[0, :width].T, values[0, :width], mx.softmax(bias[:, :width], axis=-1)
-        for x, y in (q[0], mx.contiguous(k)), (p, v):
-            if not rows_agree(lambda rows, y=y: rows @ y, x):
-                return False
+    q, keys, values, bias = random((1, FEW, d_kv), (1, d_kv, most), (1, most, d_kv), (FEW, most))
 
     def rows(length, position, visible):
-        memory, place = KeysAndValues(), mx.arange(visible)
-        memory.update(keys[:, :visible], values[:, :visible], 0)
-        seen = place <= position + mx.arange(length)[:, None]
+        seen = mx.arange(visible) <= position + mx.arange(length)[:, None]
         mask = mx.where(seen, bias[:length, :visible], -math.inf)
-        mask = mask.reshape(1, length, -1, min(visible, CHUNK)).swapaxes(1, 2)
-        return attend(q[:, :length], memory.keys, memory.values, mask)
+        return attend(q[:, :length], keys[..., :visible], values[:, :visible], mask)
 
-    same = []
-    sizes = [*range(STEP, CHUNK + 1, STEP), 2 * CHUNK, most]
+    same, sizes = [], [*range(STEP, CHUNK, STEP), *range(CHUNK, most + 1, CHUNK)]
     for size in sizes:
-        whole = rows(FEW, size - FEW, size)
-        same += [mx.array_equal(rows(n, size - FEW, size), whole[:, :n]) for n in (1, 2, 5, 11)]
-        more = (rows(FEW, size - FEW, other) for other in sizes if other > size)
-        same += [mx.array_equal(other, whole) for other in more]
+        whole, first = rows(FEW, size - FEW, size), size - FEW
+        same += [mx.array_equal(rows(n, first, size), whole[:, :n]) for n in range(1, FEW)]
+        same += [mx.array_equal(rows(FEW, first, other), whole) for other in sizes if other > size]
     return mx.stack(same).all().item()
 
 
@@ -386,25 +339,21 @@ def attend_whole(q, k, v, bias):
     """The same for an encoder: q (heads, L, d_kv), k, v (heads, S, d_kv), bias (heads, L, S)."""
     q, k, v = (x.astype(mx.float32) for x in (q, k, v))
     share = math.ceil(len(q) / len(streams()))
-    heads = [slice(i, i + share) for i in range(0, len(q), share)]
-
-    def each(function):
-        results = []
-        for stream, part in zip(streams(), heads, strict=False):
-            with mx.stream(stream or mx.default_stream(mx.cpu)):
-                results.append(function(part))
-        mx.eval(results)
-        return results
+    parts = [(stream, slice(i * share, (i + 1) * share)) for i, stream in enumerate(streams())]
+    parts = [(stream, heads) for stream, heads in parts if heads.start < len(q)]
 
     def softmax(p):
         p -= p.max(axis=-1, keepdims=True)
         np.exp(p, out=p)
-        return p.sum(axis=-1, keepdims=True)
+        p /= p.sum(axis=-1, keepdims=True)
 
-    scores = each(lambda part: q[part] @ k[part].swapaxes(1, 2) + bias[part])
+    scores = []
+    for stream, heads in parts:
+        scores.append(mx.addmm(bias[heads], q[heads], k[heads].swapaxes(1, 2), stream=stream))
+    mx.eval(scores)
     memory = [head for part in scores for head in np.array(part, copy=False)]  # not copied
-    totals = mx.array(np.stack(list(workers().map(softmax, memory))))
-    y = each(lambda part: scores[part.start // share] @ v[part] / totals[part])
+    list(workers().map(softmax, memory))
+    y = [mx.matmul(p, v[heads], stream=s) for p, (s, heads) in zip(scores, parts, strict=True)]
     return mx.concatenate(y)
 
 

@@ -24,11 +24,12 @@ def normal(*shape, seed=0):
     return mx.random.normal(shape, key=mx.random.key(seed))
 
 
-@pytest.fixture(params=["as found", "narrow", "a row at a time"])
+@pytest.fixture(params=["as found", "as for AVX-512", "a row at a time"])
 def layout(request, monkeypatch):
-    if request.param != "as found":
-        alone = request.param == "a row at a time"
-        monkeypatch.setattr(cpu, "find_layout", lambda *_: (True, alone))
+    if request.param == "as for AVX-512":
+        monkeypatch.setattr(cpu, "narrow_blocks", lambda: (32, 960))
+    if request.param == "a row at a time":
+        monkeypatch.setattr(cpu, "rows_of_products_agree", lambda columns: False)
 
 
 @pytest.mark.parametrize("rows, columns", SHAPES)
@@ -62,7 +63,7 @@ def test_a_table_that_is_the_head_as_well(layout, rows):
 @pytest.mark.parametrize("keys", [1, 20, 64, 65, 200, 255, 256, 257, 400, 900])
 def test_attention_over_a_prompt(monkeypatch, keys, alone):
     if alone:
-        monkeypatch.setattr(cpu, "rows_are_alike", lambda d_kv: False)
+        monkeypatch.setattr(cpu, "rows_of_attention_agree", lambda d_kv: False)
     q, k, v = normal(4, cpu.FEW, 32), normal(4, keys, 32, seed=1), normal(4, keys, 32, seed=2)
     memory = cpu.KeysAndValues(k, v)
     whole = memory.attend(q)
@@ -94,26 +95,28 @@ def test_activations_of_few_and_many_rows(name, rows):
     assert mx.allclose(cpu.Activation(Activation(name))(x), right(x), atol=1e-5)
 
 
-def test_what_rounds_in_other_ways_is_found(monkeypatch):
-    """A product whose first row differs where it is alone, and one that differs above 8 rows."""
-    x = normal(cpu.FEW, 8)
-    assert cpu.rows_agree(lambda rows: rows * 2, x)
-    assert not cpu.rows_agree(lambda rows: rows * (2 if len(rows) > 1 else 2.0001), x)
-    assert not cpu.rows_agree(lambda rows: rows * (2 if len(rows) > 8 else 2.0001), x)
+@pytest.mark.parametrize("differs", [lambda rows: rows == 1, lambda rows: rows > 8])
+def test_rows_that_round_in_other_ways_are_found(monkeypatch, differs):
+    """A product whose row differs where it is alone, and one that differs above 8 rows."""
+    checks = cpu.rows_of_products_agree, cpu.rows_of_attention_agree
+    for check in checks:
+        check.cache_clear()
+    product, attend = cpu.product, cpu.attend
 
-    right = cpu.product
-    monkeypatch.setattr(cpu, "product", lambda x, *rest: right(x, *rest) * (1 + len(x) / 99))
-    cpu.find_layout.cache_clear()
-    assert cpu.find_layout(0, 64) == (True, True)
-    monkeypatch.undo()
-    cpu.find_layout.cache_clear()
+    def other_product(x, *rest):
+        return product(x, *rest) * (1.0001 if differs(len(x)) else 1)
 
-    attend = cpu.attend
-    sees = lambda q, k, v, mask: attend(q, k, v, mask) * (1 + k.shape[3] / 999)  # noqa: E731
-    monkeypatch.setattr(cpu, "attend", sees)
-    cpu.rows_are_alike.cache_clear()
-    assert not cpu.rows_are_alike(16)
-    cpu.rows_are_alike.cache_clear()
+    def other_attend(q, *rest):
+        return attend(q, *rest) * (1.0001 if differs(q.shape[1]) else 1)
+
+    monkeypatch.setattr(cpu, "product", other_product)
+    monkeypatch.setattr(cpu, "attend", other_attend)
+    assert [check(16) for check in checks] == [False, False]
+    monkeypatch.setattr(cpu, "attend", lambda q, k, *rest: attend(q, k, *rest) * k.shape[2])
+    cpu.rows_of_attention_agree.cache_clear()
+    assert not cpu.rows_of_attention_agree(16)  # what is masked counts
+    for check in checks:
+        check.cache_clear()
 
 
 def test_prepare_swaps_leaves_of_any_module():
