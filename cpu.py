@@ -137,27 +137,31 @@ def redirect(function):
 class BlockLinear(nn.Module):
     """nn.Linear in float32: x (L, K) @ weight (N, K).T + bias.
 
-    `weight` is (B, K, width), the columns of the matrix in blocks, filled up with zeros: many
-    narrow ones, or for the many rows of a prompt (`few` is False) one for each stream.
+    `weight` is (B, P, depth, width): the columns of the matrix in B blocks, each in P pieces whose
+    products are added, filled up with zeros. There are many narrow blocks, or for the many rows of
+    a prompt (`few` is False) one for each stream.
     """
 
     def __init__(self, weight, bias=None, few=True):
         super().__init__()
-        self.rows, columns = weight.shape
-        width, _ = narrow_blocks()
-        width = width if few else math.ceil(self.rows / used_streams(weight) / 16) * 16
-        if self.rows % width:
-            weight = mx.pad(weight, [(0, -self.rows % width), (0, 0)])
-        self.weight = mx.contiguous(weight.reshape(-1, width, columns).swapaxes(1, 2))
-        self.alone = few and not rows_of_products_agree(columns)
+        self.rows, self.columns = weight.shape
+        width, depth = narrow_blocks()
+        if not few:
+            width, depth = math.ceil(self.rows / used_streams(weight) / 16) * 16, self.columns
+        pieces = math.ceil(self.columns / depth)
+        if self.rows % width or self.columns % pieces:
+            weight = mx.pad(weight, [(0, -self.rows % width), (0, -self.columns % pieces)])
+        weight = weight.reshape(-1, width, pieces, weight.shape[1] // pieces)
+        self.weight = mx.contiguous(weight.transpose(0, 2, 3, 1))
+        self.alone = few and not rows_of_products_agree(self.columns)
         if bias is not None:
             self.bias = bias
 
     def __call__(self, x):
-        *outer, columns = x.shape
-        x, blocks = x.astype(mx.float32).reshape(-1, columns), self.weight
+        *outer, _ = x.shape
+        x, blocks = x.astype(mx.float32).reshape(-1, self.columns), self.weight
         if len(x) > FEW and len(blocks) > used_streams(blocks):  # worth a copy without gaps
-            blocks = blocks.swapaxes(0, 1).reshape(1, columns, -1)
+            blocks = blocks.transpose(1, 2, 0, 3).reshape(1, 1, -1, blocks.shape[3] * len(blocks))
         y = multiply(x, blocks, self.alone and len(x) <= FEW)
         y = y if y.shape[1] == self.rows else y[:, : self.rows]
         y = y.reshape(*outer, self.rows)
@@ -171,8 +175,8 @@ class BlockEmbedding(BlockLinear):
         return super().__call__(x)
 
     def __call__(self, ids):
-        width = self.weight.shape[2]
-        return self.weight[ids // width, :, ids % width]
+        width = self.weight.shape[3]
+        return self.weight[ids // width, ..., ids % width].flatten(-2)[..., : self.columns]
 
 
 def used_streams(array):
@@ -180,29 +184,28 @@ def used_streams(array):
 
 
 def multiply(x, blocks, alone=False):
-    """x (L, K), blocks (B, K, width) -> (L, B * width), the blocks shared by the streams. Each row
-    is a product by itself where they are `alone`."""
+    """x (L, K), blocks (B, P, depth, width) -> (L, B * width), the blocks shared by the streams.
+    Each row is a product by itself where they are `alone`."""
+    _, pieces, depth, _ = blocks.shape
+    if x.shape[1] < pieces * depth:
+        x = mx.pad(x, [(0, 0), (0, pieces * depth - x.shape[1])])
+    x = mx.contiguous(x.reshape(len(x), pieces, depth).swapaxes(0, 1))
     count = used_streams(blocks)
     share, parts = math.ceil(len(blocks) / count), []
     for i, stream in enumerate(streams()[:count]):
         part = blocks if count == 1 else blocks[i * share : (i + 1) * share]
         parts.append(product(x, part, alone, stream))
     y = parts[0] if count == 1 else mx.concatenate(parts)
-    return y.swapaxes(0, 1).reshape(len(x), -1)
+    return y.swapaxes(0, 1).reshape(y.shape[1], -1)
 
 
 def product(x, blocks, alone, stream=None):
-    """(L, K) @ (B, K, width) -> (B, L, width)"""
+    """x (P, L, depth), blocks (B, P, depth, width) -> (B, L, width)"""
     if alone:
-        return mx.matmul(x[:, None], blocks[:, None], stream=stream).squeeze(2)
-    columns, (width, depth) = len(blocks[0]), narrow_blocks()
-    if columns <= depth or blocks.shape[2] > width:
-        return mx.matmul(x, blocks, stream=stream)
-    y: Any = None
-    for i in range(0, columns, depth):
-        y_i = mx.matmul(x[:, i : i + depth], blocks[:, i : i + depth], stream=stream)
-        y = y_i if y is None else mx.add(y, y_i, stream=stream)
-    return y
+        y = mx.matmul(x[:, :, None], blocks[:, :, None], stream=stream).squeeze(3)
+    else:
+        y = mx.matmul(x, blocks, stream=stream)
+    return y.squeeze(1) if len(x) == 1 else y.sum(axis=1, stream=stream)
 
 
 @functools.cache
@@ -216,7 +219,9 @@ def narrow_blocks():
 @functools.cache
 def rows_of_products_agree(columns):
     """Do a row's bits in a product with narrow blocks not depend on the other rows?"""
-    x, blocks = random((FEW, columns), (3, columns, narrow_blocks()[0]))
+    width, depth = narrow_blocks()
+    pieces = math.ceil(columns / depth)
+    x, blocks = random((FEW, columns), (3, pieces, math.ceil(columns / pieces), width))
     whole = multiply(x, blocks)
     same = [mx.array_equal(multiply(x[:n], blocks), whole[:n]) for n in range(1, FEW)]
     same += [mx.array_equal(multiply(x[n:], blocks), whole[n:]) for n in range(1, FEW)]
