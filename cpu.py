@@ -33,7 +33,7 @@ from mlx.utils import tree_map_with_path
 FEW = 32  # the most rows of a pass
 CHUNK = 256  # keys that one product of attention sums over
 STEP = 64  # where there are no more than CHUNK keys, they grow in such steps
-SHARE = 2**20  # bytes of a matrix that are worth a stream
+WORTH = 150  # microseconds of work, roughly, that are worth a stream
 THREADS = "OPENBLAS_NUM_THREADS", "OMP_NUM_THREADS", "GOTO_NUM_THREADS"
 
 
@@ -147,7 +147,7 @@ class BlockLinear(nn.Module):
         self.rows, self.columns = weight.shape
         width, depth = narrow_blocks()
         if not few:
-            width, depth = math.ceil(self.rows / used_streams(weight) / 16) * 16, self.columns
+            width, depth = math.ceil(self.rows / used_streams(1, weight) / 16) * 16, self.columns
         pieces = math.ceil(self.columns / depth)
         if self.rows % width or self.columns % pieces:
             weight = mx.pad(weight, [(0, -self.rows % width), (0, -self.columns % pieces)])
@@ -160,7 +160,7 @@ class BlockLinear(nn.Module):
     def __call__(self, x):
         *outer, _ = x.shape
         x, blocks = x.astype(mx.float32).reshape(-1, self.columns), self.weight
-        if len(x) > FEW and len(blocks) > used_streams(blocks):  # worth a copy without gaps
+        if len(x) > FEW and len(blocks) > len(streams()):  # worth a copy without gaps
             blocks = blocks.transpose(1, 2, 0, 3).reshape(1, 1, -1, blocks.shape[3] * len(blocks))
         y = multiply(x, blocks, self.alone and len(x) <= FEW)
         y = y if y.shape[1] == self.rows else y[:, : self.rows]
@@ -179,8 +179,11 @@ class BlockEmbedding(BlockLinear):
         return self.weight[ids // width, ..., ids % width].flatten(-2)[..., : self.columns]
 
 
-def used_streams(array):
-    return min(len(streams()), math.ceil(array.nbytes / SHARE))
+def used_streams(rows, *read, more=0):
+    """How many streams are worth it for `rows` of a product that reads these arrays, each row
+    costing an eighth of the reading, and for more microseconds of other work."""
+    microseconds = sum(array.nbytes for array in read) / 25e3 * (1 + rows / 8) + more
+    return min(len(streams()), math.ceil(microseconds / WORTH))
 
 
 def multiply(x, blocks, alone=False):
@@ -189,8 +192,8 @@ def multiply(x, blocks, alone=False):
     _, pieces, depth, _ = blocks.shape
     if x.shape[1] < pieces * depth:
         x = mx.pad(x, [(0, 0), (0, pieces * depth - x.shape[1])])
+    count = used_streams(len(x), blocks)
     x = mx.contiguous(x.reshape(len(x), pieces, depth).swapaxes(0, 1))
-    count = used_streams(blocks)
     share, parts = math.ceil(len(blocks) / count), []
     for i, stream in enumerate(streams()[:count]):
         part = blocks if count == 1 else blocks[i * share : (i + 1) * share]
@@ -266,10 +269,7 @@ class KeysAndValues:
         if room > 0:
             self.keys = mx.pad(self.keys, [(0, 0), (0, 0), (0, room)])
             self.values = mx.pad(self.values, [(0, 0), (0, room), (0, 0)])
-        k = k.swapaxes(1, 2)
-        if position == 0:
-            k = mx.contiguous(k)  # where it takes all of the place, it would stay as it is
-        self.keys[..., position:end] = k
+        self.keys[..., position:end] = k.swapaxes(1, 2)
         self.values[:, position:end] = v
 
     def attend(self, q, bias=None):
@@ -277,11 +277,14 @@ class KeysAndValues:
         if self.text and bias is not None:
             return attend_whole(q, *self.text, bias)
         if self.text:
-            size = self.text[0].shape[1]
-            self.update(*self.text, 0)
+            k, v = self.text
+            size, pieces = k.shape[1], math.ceil(k.shape[1] / CHUNK)
+            empty = 16 * pieces * math.ceil(size / pieces / 16) - size
+            keys = mx.pad(k.swapaxes(1, 2).astype(mx.float32), [(0, 0), (0, 0), (0, empty)])
+            self.keys = mx.contiguous(keys)
+            self.values = mx.pad(v.astype(mx.float32), [(0, 0), (0, empty), (0, 0)])
+            self.mask = mx.where(mx.arange(size + empty) < size, 0.0, -math.inf)
             self.text = None
-            positions = mx.arange(self.keys.shape[2])
-            self.mask = mx.where(positions < size, 0.0, -math.inf)
         mask = self.mask if bias is None else bias
         keys, values = self.keys[..., : mask.shape[-1]], self.values[:, : mask.shape[-1]]
         alone = not rows_of_attention_agree(q.shape[2])
@@ -289,23 +292,40 @@ class KeysAndValues:
 
 
 def attend(q, keys, values, mask, alone=False):
-    """q (heads, L, d_kv), keys (heads, d_kv, S), values (heads, S, d_kv), mask that broadcasts to
-    (heads, L, S) -> (heads, L, d_kv). alone: each row's products by themselves."""
+    """q (heads, L, d_kv), keys (heads, d_kv, S), values (heads, S, d_kv), mask (S,) or (heads, L,
+    S) -> (heads, L, d_kv), the heads shared by the streams. alone: each row's products by
+    themselves."""
+    heads, rows, _ = q.shape
+    exps = 0.008 * heads * rows * keys.shape[2]  # and what belongs to them, in microseconds
+    count = min(heads, used_streams(rows, keys, values, more=exps))
+    if count == 1:
+        return attend_heads(q, keys, values, mask, alone)
+    share, parts = math.ceil(heads / count), []
+    for i, stream in enumerate(streams()[:count]):
+        part = slice(i * share, (i + 1) * share)
+        own = mask if mask.ndim == 1 else mask[part]
+        with mx.stream(stream or mx.default_stream(mx.cpu)):
+            parts.append(attend_heads(q[part], keys[part], values[part], own, alone))
+    return mx.concatenate(parts)
+
+
+def attend_heads(q, keys, values, mask, alone):
     heads, rows, d_kv = q.shape
-    size = min(keys.shape[2], CHUNK)
+    pieces = math.ceil(keys.shape[2] / CHUNK)
     if alone:
         scores = (q[:, :, None] @ keys[:, None]).squeeze(2) + mask
     else:
         scores = q @ keys + mask
     p = exp(scores - scores.max(axis=-1, keepdims=True))
     total = p.sum(axis=-1, keepdims=True)
-    p = p.reshape(heads, rows, -1, size).swapaxes(1, 2)
-    values = values.reshape(heads, -1, size, d_kv)
+    p = p.reshape(heads, rows, pieces, -1).swapaxes(1, 2)
+    values = values.reshape(heads, pieces, -1, d_kv)
     if alone:
         y = (p[..., None, :] @ values[:, :, None]).squeeze(3)
     else:
         y = p @ values
-    return y.sum(axis=1) / total
+    y = y.squeeze(1) if pieces == 1 else y.sum(axis=1)
+    return y / total
 
 
 @functools.cache
