@@ -33,7 +33,7 @@ from mlx.utils import tree_map_with_path
 FEW = 32  # the most rows of a pass
 CHUNK = 256  # keys that one product of attention sums over
 STEP = 64  # where there are no more than CHUNK keys, they grow in such steps
-WORTH = 150  # microseconds of work, roughly, that are worth a stream
+WORTH = 300  # microseconds of work, roughly, that are worth a stream
 THREADS = "OPENBLAS_NUM_THREADS", "OMP_NUM_THREADS", "GOTO_NUM_THREADS"
 
 
