@@ -248,7 +248,8 @@ class KeysAndValues:
 
     def __init__(self, keys=None, values=None):
         self.text = None if keys is None else (keys, values)
-        self.keys = self.values = self.mask = None
+        self.keys: Any = None
+        self.values = self.mask = self.keys
 
     @staticmethod
     def visible(positions):
