@@ -8,6 +8,8 @@ import sys
 import warnings
 from itertools import chain
 
+import jobs
+import ranks
 from text import TextStream, encode, read_text
 
 DEFAULT_MODEL = os.path.join(os.path.dirname(os.path.realpath(__file__)), "demo", "t5-demo")
@@ -48,6 +50,9 @@ def parse_arguments(argv=None):
     add("--prompt", default=DEFAULT_PROMPT, help="the prompt; -: standard input (an example)")
     add("--prompt-file", metavar="FILE", help="a file with the prompt")
     add("--prompts-file", metavar="FILE", help='lines of {"prompt": TEXT}; one JSON result each')
+    add = parser.add_argument_group("many prompts").add_argument
+    add("--output", metavar="FILE", help="append the results to FILE; what it has is skipped")
+    add("--data-parallel", action="store_true", help="with mlx.launch: each process takes prompts")
     add = parser.add_argument_group("drafting").add_argument
     add("--draft-model", "--draft-model-name", metavar="M", help="a smaller model that drafts")
     names = "-n", "--num-draft", "--n-draft", "--num-draft-tokens"
@@ -76,6 +81,9 @@ def parse_arguments(argv=None):
     args.mode = "regular" if args.regular_decode else args.mode
     if args.ngram_min > args.ngram_max:
         parser.error(f"--ngram-min {args.ngram_min} is above --ngram-max {args.ngram_max}")
+    for name in ("output", "data_parallel"):
+        if getattr(args, name) and args.prompts_file is None:
+            parser.error(f"--{name.replace('_', '-')} needs --prompts-file")
     lookup = ["ngram_max", "ngram_min", "reference"]
     drafting = ["draft_model", "num_draft", "fixed_draft", "alpha", "delta", *lookup]
     for names, where in [
@@ -94,14 +102,7 @@ def parse_arguments(argv=None):
 def read_prompts(args):
     """[(where it stands, prompt)]"""
     if args.prompts_file is not None:
-        prompts = []
-        for i, line in enumerate(read_text(args.prompts_file).split("\n"), 1):
-            where = f"line {i} of {args.prompts_file}"
-            try:
-                prompts += [(where, json.loads(line)["prompt"] + "")] if line.strip() else []
-            except (ValueError, LookupError, TypeError, RecursionError):
-                raise ValueError(f'{where} is not {{"prompt": TEXT}}') from None
-        return prompts
+        return jobs.read_prompts(args.prompts_file)
     path = "-" if args.prompt == "-" else args.prompt_file
     return [("--prompt", args.prompt) if path is None else (path, read_text(path))]
 
@@ -115,7 +116,7 @@ def check_draft(*pairs):
         raise ValueError(f"the draft model has other tokens than the target model: {found}")
 
 
-def load_models(args):
+def load_models(args, group):
     """-> (tokenizer, make); make[mode]() is a new decoder."""
     warnings.simplefilter("ignore")
     if not sys.stderr.isatty():
@@ -124,9 +125,9 @@ def load_models(args):
     from model import load
     from prompt_lookup import PromptLookupDecoder
 
-    model, tokenizer = load(args.model)
+    model, tokenizer = load(args.model, group)
     if args.mode == "speculative":
-        draft_model, draft_tokenizer = load(args.draft_model)
+        draft_model, draft_tokenizer = load(args.draft_model, group)
         check_draft((model.config, tokenizer), (draft_model.config, draft_tokenizer))
 
     sampling = {n: getattr(args, n) for n in ("temp", "top_p", "top_k", "seed")}
@@ -162,10 +163,14 @@ def write(tokenizer, mode, stream, show=None):
 
 
 def run(args, color):
-    prompts = read_prompts(args)
-    reference = None if args.reference is None else read_text(args.reference)
-    tokenizer, make = load_models(args)
-    prompts = [encode(tokenizer, *prompt) for prompt in prompts]
+    group = ranks.join()
+    if group and "-" in (args.prompt, args.prompt_file, args.prompts_file, args.reference):
+        raise ValueError("mlx.launch does not pass the end of standard input on: name a file")
+    prompts = ranks.share(lambda: read_prompts(args), group)
+    reference = ranks.share(lambda: args.reference and read_text(args.reference), group)
+    together, apart = (None, group) if args.data_parallel else (group, None)
+    tokenizer, make = ranks.agree(lambda: load_models(args, together), apart)
+    texts, prompts = prompts, [encode(tokenizer, *prompt) for prompt in prompts]
     wanted = reference is not None and args.mode == "prompt-lookup"
     extra = {"reference": encode(tokenizer, args.reference, reference)} if wanted else {}
     if args.compare and prompts:  # the cost of first runs would fall on one of the two
@@ -177,23 +182,27 @@ def run(args, color):
     def show(piece, drafted=False):  # style and reset in one write, so that none is left on
         print(f"{DRAFTED}{piece}{RESET}" if color and drafted else piece, end="", flush=True)
 
-    for i, prompt in enumerate(prompts, 1):
-        stream = decoder.stream(prompt, args.max_tokens, **extra)
+    def answer(i):
+        stream = decoder.stream(prompts[i], args.max_tokens, **extra)
         result, report = write(tokenizer, args.mode, stream, None if args.json else show)
         if color and args.mode != "regular":
             report = f"{DRAFTED}drafted and accepted{RESET}, the target model's own\n{report}"
         if args.compare:
-            plain, line = write(tokenizer, "regular", regular.stream(prompt, args.max_tokens))
+            plain, line = write(tokenizer, "regular", regular.stream(prompts[i], args.max_tokens))
             speedup = plain["seconds"] / result["seconds"] if result["seconds"] else 0.0
             same = plain["token_ids"] == result["token_ids"]
             result |= {"regular": plain, "identical": same, "speedup": speedup}
             verdict = "identical texts" if same else "the texts DIFFER"
             report += f"{line}speedup: {speedup:.2f}x, {verdict}\n"
-        show(json.dumps(result) + "\n" if args.json else "\n")
+        show("" if args.json else "\n")
         print("" if args.json else report, end="", file=sys.stderr)
-        if args.prompts_file is not None and sys.stderr.isatty():
-            bar = f"\r[{'#' * (30 * i // len(prompts)):<30}] {i}/{len(prompts)}"
-            print(bar, end="\n" * (i == len(prompts)), file=sys.stderr, flush=True)
+        return result
+
+    if args.prompts_file is not None:
+        jobs.answer_all(args, texts, answer, apart, group)
+    else:
+        result = answer(0)
+        show(json.dumps(result) + "\n" if args.json else "")
 
 
 def discard(stream):
@@ -205,6 +214,9 @@ def main(argv=None):
     """Exit status: 0, also where the reader of a pipe has gone; 2 for bad input; 130 for Ctrl-C."""
     sys.stdout = sys.stdout or open(os.devnull, "w")  # closed by the caller
     sys.stderr = sys.stderr or open(os.devnull, "w")
+    if ranks.number():  # rank 0 speaks for all
+        discard(sys.stdout)
+        discard(sys.stderr)
     args = parse_arguments(argv)
     no_color = os.environ.get("NO_COLOR") or os.environ.get("TERM") == "dumb"
     color = sys.stdout.isatty() and not no_color if args.color is None else args.color
@@ -219,7 +231,7 @@ def main(argv=None):
             else:
                 discard(stream)
         return 130 if isinstance(end, KeyboardInterrupt) else 0
-    except (ValueError, OSError) as error:
+    except (ValueError, OSError, RuntimeError) as error:  # MLX's: a rank has died
         try:
             print(f"main.py: error: {' '.join(str(error).split())}", file=sys.stderr, flush=True)
         except OSError:  # standard error is full

@@ -57,7 +57,7 @@ class Tokenizer:
         return self.vocab
 
 
-def load(path):
+def load(path, group=None):
     if path == "missing":
         raise ValueError("missing: there is no such folder")
     pad, start = (5, 0) if path == "other-pad" else (0, 3 if path == "other-start" else 0)
@@ -147,7 +147,7 @@ class PromptLookupDecoder(Decoder):
 @pytest.fixture
 def fake(tmp_path):
     """Runs main.py among the stand-ins; `calls()` is what they were asked for."""
-    for name in "main.py", "text.py":
+    for name in "main.py", "text.py", "jobs.py", "ranks.py":
         shutil.copy(ROOT / name, tmp_path)
     for name, text in FAKES.items():
         (tmp_path / name).write_text(text)
