@@ -12,6 +12,7 @@ import queue
 import sys
 import threading
 
+import command
 import ranks
 from text import read_text
 
@@ -93,7 +94,7 @@ def answer_all(args, prompts, answer, apart, group):
         done += 1
         if sys.stderr.isatty() or apart:  # mlx.launch passes a bar on
             bar = f"\r[{'#' * (30 * done // len(prompts)):<30}] {done}/{len(prompts)}"
-            print(bar, end="\n" * (done == len(prompts)), file=sys.stderr, flush=True)
+            command.say(bar, end="\n" * (done == len(prompts)))
 
     if apart:
         take_turns(places, answer, write, apart)

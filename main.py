@@ -2,12 +2,12 @@
 
 import argparse
 import json
-import math
 import os
 import sys
 import warnings
 from itertools import chain
 
+import command
 import jobs
 import ranks
 from text import TextStream, encode, read_text
@@ -22,14 +22,14 @@ DEFAULT_PROMPT = (
 DRAFTED, RESET = "\033[4;35m", "\033[0m"
 
 
-def between(low, high=math.inf, kind=int, auto=False):
+def between(low, high=2**31 - 1, kind=int, auto=False):
     """An argparse type: a number from low to high, or "auto" (None) where that is allowed."""
 
     def number(text):  # argparse shows its name where kind() fails
         if auto and text == "auto":
             return None
-        if not low <= kind(text) <= high:
-            raise argparse.ArgumentTypeError(f"{text} is not in [{low}, {high}]")
+        if text.strip("0123456789.eE+-") or not low <= kind(text) <= high:
+            raise argparse.ArgumentTypeError(f"{text!r:.50} is not a number from {low} to {high}")
         return kind(text)
 
     return number
@@ -42,7 +42,7 @@ def parse_arguments(argv=None):
         description="Write text with a T5, a folder or a Hugging Face id. Defaults in parentheses.",
         allow_abbrev=False,
     )
-    parser.error = lambda message: parser.exit(2, f"main.py: error: {message}\n")  # type: ignore
+    parser.error = command.refuse  # type: ignore
     add = (group := parser.add_argument_group("text")).add_argument
     add("--model", "--model-name", default=DEFAULT_MODEL, metavar="M", help="target model (demo)")
     add("-m", "--max-tokens", default=200, type=between(0), metavar="N", help="at most N (200)")
@@ -66,7 +66,7 @@ def parse_arguments(argv=None):
     add("--delta", type=between(0, 1, float), default=0, help="lenience: faster, other text (0)")
     add("--regular-decode", action="store_true", help="plain decoding, without drafts")
     add = parser.add_argument_group("sampling").add_argument
-    add("--temp", type=between(0, kind=float), default=0, help="temperature (0: likeliest token)")
+    add("--temp", type=between(0, 1e6, float), default=0, help="temperature (0: likeliest token)")
     add("--top-p", type=between(1e-6, 1, float), default=1, help="nucleus (1: all tokens)")
     add("--top-k", default=0, type=between(0), metavar="N", help="only the N likeliest (0: all)")
     add("--seed", type=between(0, 2**32 - 1), default=0, help="another seed, another text (0)")
@@ -76,6 +76,8 @@ def parse_arguments(argv=None):
     add("--json", action="store_true", help="one JSON object instead of the text")
 
     args = parser.parse_args(argv)
+    if [] in vars(args).values():  # what argparse makes of --temp=--
+        parser.error("-- is not the value of an option")
     args.json |= args.prompts_file is not None
     args.mode = "prompt-lookup" if args.draft_model is None else "speculative"
     args.mode = "regular" if args.regular_decode else args.mode
@@ -95,7 +97,7 @@ def parse_arguments(argv=None):
     ]:
         for name in names:
             if getattr(args, name) != parser.get_default(name):
-                print(f"note: --{name.replace('_', '-')} has no effect {where}", file=sys.stderr)
+                command.say(f"note: --{name.replace('_', '-')} has no effect {where}")
     return args
 
 
@@ -195,7 +197,7 @@ def run(args, color):
             verdict = "identical texts" if same else "the texts DIFFER"
             report += f"{line}speedup: {speedup:.2f}x, {verdict}\n"
         show("" if args.json else "\n")
-        print("" if args.json else report, end="", file=sys.stderr)
+        command.say("" if args.json else report, end="")
         return result
 
     if args.prompts_file is not None:
@@ -205,38 +207,26 @@ def run(args, color):
         show(json.dumps(result) + "\n" if args.json else "")
 
 
-def discard(stream):
-    """What is still to be written to the stream goes nowhere."""
-    os.dup2(os.open(os.devnull, os.O_WRONLY), stream.fileno())
-
-
 def main(argv=None):
-    """Exit status: 0, also where the reader of a pipe has gone; 2 for bad input; 130 for Ctrl-C."""
-    sys.stdout = sys.stdout or open(os.devnull, "w")  # closed by the caller
-    sys.stderr = sys.stderr or open(os.devnull, "w")
-    if ranks.number():  # rank 0 speaks for all
-        discard(sys.stdout)
-        discard(sys.stderr)
-    args = parse_arguments(argv)
-    no_color = os.environ.get("NO_COLOR") or os.environ.get("TERM") == "dumb"
-    color = sys.stdout.isatty() and not no_color if args.color is None else args.color
-    sys.stdout.reconfigure(errors="replace")  # type: ignore
-    try:
-        run(args, color)
-        return 0
-    except (KeyboardInterrupt, BrokenPipeError) as end:
-        for stream in sys.stdout, sys.stderr:  # the style off; what is left has no reader
-            if stream.isatty():
-                print(RESET * color, file=stream, flush=True)
-            else:
-                discard(stream)
-        return 130 if isinstance(end, KeyboardInterrupt) else 0
-    except (ValueError, OSError, RuntimeError) as error:  # MLX's: a rank has died
+    """The command line -> its exit status, see `command.run`."""
+
+    def start():
+        if ranks.number():  # rank 0 speaks for all
+            command.discard(sys.stdout)
+            command.discard(sys.stderr)
+        args = parse_arguments(argv)
+        no_color = os.environ.get("NO_COLOR") or os.environ.get("TERM") == "dumb"
+        color = sys.stdout.isatty() and not no_color if args.color is None else args.color
+        sys.stdout.reconfigure(errors="replace")  # type: ignore
         try:
-            print(f"main.py: error: {' '.join(str(error).split())}", file=sys.stderr, flush=True)
-        except OSError:  # standard error is full
-            discard(sys.stderr)
-        return 2
+            run(args, color)
+        except KeyboardInterrupt:
+            for stream in sys.stdout, sys.stderr:
+                if stream.isatty():
+                    print(RESET * color, file=stream, flush=True)
+            raise
+
+    return command.run("main.py", start)
 
 
 if __name__ == "__main__":
