@@ -1,6 +1,7 @@
 """Write text with a T5 in fewer passes: `python main.py --prompt "..." --color`."""
 
 import argparse
+import functools
 import json
 import os
 import sys
@@ -45,6 +46,10 @@ def parse_arguments(argv=None):
     parser.error = command.refuse  # type: ignore
     add = (group := parser.add_argument_group("text")).add_argument
     add("--model", "--model-name", default=DEFAULT_MODEL, metavar="M", help="target model (demo)")
+    add("--adapter-path", metavar="FOLDER", help="LoRA weights for the target model (mlx-lm)")
+    add("--system", metavar="TEXT", help="what the chat template says as the system (mlx-lm)")
+    raw = "--no-chat-template", "--ignore-chat-template"
+    add(*raw, action="store_true", help="the prompt as it is, without the template (mlx-lm)")
     add("-m", "--max-tokens", default=200, type=between(0), metavar="N", help="at most N (200)")
     add = group.add_mutually_exclusive_group().add_argument
     add("--prompt", default=DEFAULT_PROMPT, help="the prompt; -: standard input (an example)")
@@ -111,37 +116,73 @@ def read_prompts(args):
 
 def check_draft(*pairs):
     """ValueError unless the tokens are the same; how their tables are padded does not matter."""
-    special = [{"eos": c.eos_ids, "start": c.start_id, "padding": t.pad_token_id} for c, t in pairs]
+    special = [
+        {"eos": c.eos_ids, "start": c.start_id, "padding": t.pad_token_id} if c else {}  # mlx-lm's
+        for c, t in pairs
+    ]
     ours, theirs = ({**t.get_vocab(), **ids} for (_, t), ids in zip(pairs, special, strict=True))
     for name in sorted(name for name, _ in ours.items() ^ theirs.items())[:1]:
         found = f"{name!r} is {theirs.get(name)}, not {ours.get(name)}"
         raise ValueError(f"the draft model has other tokens than the target model: {found}")
 
 
+def load(name, group, adapter_path=None):
+    """-> a T5, or what mlx-lm loads, and its tokenizer."""
+    import model
+
+    if (kind := model.kind(name)).endswith("t5"):
+        return model.load(name, group)
+    try:
+        import lm
+    except ImportError:
+        raise ValueError(f"{name}: a {kind} model needs mlx-lm: pip install mlx-lm") from None
+    if group:
+        raise ValueError(f"{name}: only a T5 can be divided among ranks: use --data-parallel")
+    return lm.load(name, adapter_path)
+
+
 def load_models(args, group):
-    """-> (tokenizer, make); make[mode]() is a new decoder."""
+    """-> (encode, tokenizer, make): encode(where, text) -> ids; make[mode]() is a new decoder."""
     warnings.simplefilter("ignore")
     if not sys.stderr.isatty():
         os.environ.setdefault("HF_HUB_DISABLE_PROGRESS_BARS", "1")
     from decoder import Decoder, SpeculativeDecoder
-    from model import load
     from prompt_lookup import PromptLookupDecoder
 
-    model, tokenizer = load(args.model, group)
+    model, tokenizer = load(args.model, group, args.adapter_path)
+    draft_model = None
     if args.mode == "speculative":
         draft_model, draft_tokenizer = load(args.draft_model, group)
-        check_draft((model.config, tokenizer), (draft_model.config, draft_tokenizer))
+        both = (model, tokenizer), (draft_model, draft_tokenizer)
+        check_draft(*((getattr(m, "config", None), t) for m, t in both))
+    for m in [model, draft_model][: ["regular", "prompt-lookup", "speculative"].index(args.mode)]:
+        if refusal := getattr(m, "refusal", ""):
+            raise ValueError(refusal)
+    reader = functools.partial(encode, tokenizer)
+    if hasattr(model, "refusal"):
+        import lm
+
+        chat = {"system": args.system, "chat": not args.no_chat_template}
+        reader = functools.partial(lm.encode, tokenizer, **chat)
 
     sampling = {n: getattr(args, n) for n in ("temp", "top_p", "top_k", "seed")}
     drafting = {
         n: getattr(args, n) for n in ("num_draft", "fixed_draft", "alpha", "delta", *sampling)
     }
     ngrams = {"ngram_max": args.ngram_max, "ngram_min": args.ngram_min}
-    return tokenizer, {
-        "regular": lambda: Decoder(model, model.eos_ids, **sampling),
-        "prompt-lookup": lambda: PromptLookupDecoder(model, model.eos_ids, **ngrams, **drafting),
-        "speculative": lambda: SpeculativeDecoder(model, draft_model, model.eos_ids, **drafting),
-    }
+    return (
+        reader,
+        tokenizer,
+        {
+            "regular": lambda: Decoder(model, model.eos_ids, **sampling),
+            "prompt-lookup": lambda: PromptLookupDecoder(
+                model, model.eos_ids, **ngrams, **drafting
+            ),
+            "speculative": lambda: SpeculativeDecoder(
+                model, draft_model, model.eos_ids, **drafting
+            ),
+        },
+    )
 
 
 def write(tokenizer, mode, stream, show=None):
@@ -171,10 +212,10 @@ def run(args, color):
     prompts = ranks.share(lambda: read_prompts(args), group)
     reference = ranks.share(lambda: args.reference and read_text(args.reference), group)
     together, apart = (None, group) if args.data_parallel else (group, None)
-    tokenizer, make = ranks.agree(lambda: load_models(args, together), apart)
-    texts, prompts = prompts, [encode(tokenizer, *prompt) for prompt in prompts]
+    encode, tokenizer, make = ranks.agree(lambda: load_models(args, together), apart)
+    texts, prompts = prompts, [encode(*prompt) for prompt in prompts]
     wanted = reference is not None and args.mode == "prompt-lookup"
-    extra = {"reference": encode(tokenizer, args.reference, reference)} if wanted else {}
+    extra = {"reference": encode(args.reference, reference)} if wanted else {}
     if args.compare and prompts:  # the cost of first runs would fall on one of the two
         warm = {"prompt": prompts[0], "max_tokens": min(16, args.max_tokens)}
         list(make[args.mode]().stream(**warm, **extra))

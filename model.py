@@ -491,6 +491,15 @@ JOINED = {
 }
 
 
+def kind(path_or_id):
+    """The model_type of a folder or an id; "t5" where config.json does not tell: load says why."""
+    try:
+        config = checkpoint.read_json(checkpoint.find_folder(path_or_id) / "config.json")
+        return str(config.get("model_type", "t5"))
+    except ValueError:
+        return "t5"
+
+
 def load(path_or_id, group=None):
     """A model and its tokenizer, from a local folder or a Hugging Face id.
 
