@@ -7,19 +7,28 @@ tokenizer and model.safetensors. Tensors are read and changed one after another,
 written is loaded once: the result has to fit in memory, not the checkpoint.
 """
 
-import argparse
-import json
 import os
-import shutil
 import signal
-import sys
-import tempfile
-from pathlib import Path
 
-import mlx.core as mx
+if __name__ == "__main__" and signal.getsignal(signal.SIGINT) is not signal.SIG_IGN:
+    signal.signal(signal.SIGINT, lambda *_: os._exit(130))  # quiet while libraries are imported
 
-import checkpoint
-from model import load
+import argparse  # noqa: E402
+import json  # noqa: E402
+import shutil  # noqa: E402
+import sys  # noqa: E402
+import tempfile  # noqa: E402
+from pathlib import Path  # noqa: E402
+
+import command  # noqa: E402
+
+if __name__ == "__main__":
+    command.open_streams()  # before a library opens a file
+
+import mlx.core as mx  # noqa: E402
+
+import checkpoint  # noqa: E402
+from model import load  # noqa: E402
 
 DTYPES = {"float32": mx.float32, "bfloat16": mx.bfloat16, "float16": mx.float16}
 
@@ -115,12 +124,22 @@ def _copy_files(folder, work, dtype, quantization):
             shutil.copyfile(file, work / file.name)
 
 
-def main():
+def main(argv=None):
+    """The command line -> its exit status, see `command.run`."""
+    if signal.getsignal(signal.SIGINT) is not signal.SIG_IGN:
+        signal.signal(signal.SIGINT, signal.default_int_handler)
+    for signum in signal.SIGTERM, signal.SIGHUP:  # so that nothing is left behind
+        if signal.getsignal(signum) is not signal.SIG_IGN:
+            signal.signal(signum, lambda number, _: sys.exit(128 + number))
+    return command.run("convert.py", lambda: start(argv))
+
+
+def start(argv):
     parser = argparse.ArgumentParser(
         description="Copy a T5 to a new folder, cast or quantized. Defaults in parentheses.",
         argument_default=argparse.SUPPRESS,  # what is not given is left to convert()
     )
-    parser.error = lambda message: parser.exit(2, f"convert.py: {message}\n")  # type: ignore
+    parser.error = command.refuse  # type: ignore
     add = parser.add_argument
     add("--model", required=True, metavar="M", help="a local folder or a Hugging Face id")
     add("--out", required=True, metavar="FOLDER", help="what to write; it must not exist")
@@ -128,23 +147,15 @@ def main():
     add("--quantize", action="store_true", help="quantize the matrices")
     add("--bits", type=int, metavar="N", help="4 or 8 bits per weight (4)")
     add("--group-size", type=int, metavar="N", help="32, 64 or 128 weights share a scale (64)")
-    options = vars(parser.parse_args())
+    options = vars(parser.parse_args(argv))
+    if [] in options.values():  # what argparse makes of --out=--
+        parser.error("-- is not the value of an option")
     if "quantize" not in options and {"bits", "group_size"} & options.keys():
         parser.error("--bits and --group-size need --quantize")
-    for signum in signal.SIGTERM, signal.SIGHUP:  # so that nothing is left behind
-        if signal.getsignal(signum) is not signal.SIG_IGN:
-            signal.signal(signum, lambda number, _: sys.exit(128 + number))
-    try:
-        before, after, skipped = convert(**options)
-    except KeyboardInterrupt:
-        return 130
-    except ValueError as error:
-        print(f"convert.py: {error}", file=sys.stderr)
-        return 2
+    before, after, skipped = convert(**options)
     for name in skipped:
         print(f"not quantized, the group size does not divide its rows: {name}")
     print(f"{before / 1e6:,.1f} MB -> {after / 1e6:,.1f} MB in {options['out']}")
-    return 0
 
 
 if __name__ == "__main__":

@@ -1,13 +1,16 @@
 """Write text with a T5 in fewer passes: `python main.py --prompt "..." --color`."""
 
 import argparse
+import functools
 import json
-import math
 import os
 import sys
 import warnings
 from itertools import chain
 
+import command
+import jobs
+import ranks
 from text import TextStream, encode, read_text
 
 DEFAULT_MODEL = os.path.join(os.path.dirname(os.path.realpath(__file__)), "demo", "t5-demo")
@@ -20,14 +23,14 @@ DEFAULT_PROMPT = (
 DRAFTED, RESET = "\033[4;35m", "\033[0m"
 
 
-def between(low, high=math.inf, kind=int, auto=False):
+def between(low, high=2**31 - 1, kind=int, auto=False):
     """An argparse type: a number from low to high, or "auto" (None) where that is allowed."""
 
     def number(text):  # argparse shows its name where kind() fails
         if auto and text == "auto":
             return None
-        if not low <= kind(text) <= high:
-            raise argparse.ArgumentTypeError(f"{text} is not in [{low}, {high}]")
+        if text.strip("0123456789.eE+-") or not low <= kind(text) <= high:
+            raise argparse.ArgumentTypeError(f"{text!r:.50} is not a number from {low} to {high}")
         return kind(text)
 
     return number
@@ -40,14 +43,21 @@ def parse_arguments(argv=None):
         description="Write text with a T5, a folder or a Hugging Face id. Defaults in parentheses.",
         allow_abbrev=False,
     )
-    parser.error = lambda message: parser.exit(2, f"main.py: error: {message}\n")  # type: ignore
+    parser.error = command.refuse  # type: ignore
     add = (group := parser.add_argument_group("text")).add_argument
     add("--model", "--model-name", default=DEFAULT_MODEL, metavar="M", help="target model (demo)")
+    add("--adapter-path", metavar="FOLDER", help="LoRA weights for the target model (mlx-lm)")
+    add("--system", metavar="TEXT", help="what the chat template says as the system (mlx-lm)")
+    raw = "--no-chat-template", "--ignore-chat-template"
+    add(*raw, action="store_true", help="the prompt as it is, without the template (mlx-lm)")
     add("-m", "--max-tokens", default=200, type=between(0), metavar="N", help="at most N (200)")
     add = group.add_mutually_exclusive_group().add_argument
     add("--prompt", default=DEFAULT_PROMPT, help="the prompt; -: standard input (an example)")
     add("--prompt-file", metavar="FILE", help="a file with the prompt")
     add("--prompts-file", metavar="FILE", help='lines of {"prompt": TEXT}; one JSON result each')
+    add = parser.add_argument_group("many prompts").add_argument
+    add("--output", metavar="FILE", help="append the results to FILE; what it has is skipped")
+    add("--data-parallel", action="store_true", help="with mlx.launch: each process takes prompts")
     add = parser.add_argument_group("drafting").add_argument
     add("--draft-model", "--draft-model-name", metavar="M", help="a smaller model that drafts")
     names = "-n", "--num-draft", "--n-draft", "--num-draft-tokens"
@@ -61,7 +71,7 @@ def parse_arguments(argv=None):
     add("--delta", type=between(0, 1, float), default=0, help="lenience: faster, other text (0)")
     add("--regular-decode", action="store_true", help="plain decoding, without drafts")
     add = parser.add_argument_group("sampling").add_argument
-    add("--temp", type=between(0, kind=float), default=0, help="temperature (0: likeliest token)")
+    add("--temp", type=between(0, 1e6, float), default=0, help="temperature (0: likeliest token)")
     add("--top-p", type=between(1e-6, 1, float), default=1, help="nucleus (1: all tokens)")
     add("--top-k", default=0, type=between(0), metavar="N", help="only the N likeliest (0: all)")
     add("--seed", type=between(0, 2**32 - 1), default=0, help="another seed, another text (0)")
@@ -71,11 +81,16 @@ def parse_arguments(argv=None):
     add("--json", action="store_true", help="one JSON object instead of the text")
 
     args = parser.parse_args(argv)
+    if [] in vars(args).values():  # what argparse makes of --temp=--
+        parser.error("-- is not the value of an option")
     args.json |= args.prompts_file is not None
     args.mode = "prompt-lookup" if args.draft_model is None else "speculative"
     args.mode = "regular" if args.regular_decode else args.mode
     if args.ngram_min > args.ngram_max:
         parser.error(f"--ngram-min {args.ngram_min} is above --ngram-max {args.ngram_max}")
+    for name in ("output", "data_parallel"):
+        if getattr(args, name) and args.prompts_file is None:
+            parser.error(f"--{name.replace('_', '-')} needs --prompts-file")
     lookup = ["ngram_max", "ngram_min", "reference"]
     drafting = ["draft_model", "num_draft", "fixed_draft", "alpha", "delta", *lookup]
     for names, where in [
@@ -87,58 +102,87 @@ def parse_arguments(argv=None):
     ]:
         for name in names:
             if getattr(args, name) != parser.get_default(name):
-                print(f"note: --{name.replace('_', '-')} has no effect {where}", file=sys.stderr)
+                command.say(f"note: --{name.replace('_', '-')} has no effect {where}")
     return args
 
 
 def read_prompts(args):
     """[(where it stands, prompt)]"""
     if args.prompts_file is not None:
-        prompts = []
-        for i, line in enumerate(read_text(args.prompts_file).split("\n"), 1):
-            where = f"line {i} of {args.prompts_file}"
-            try:
-                prompts += [(where, json.loads(line)["prompt"] + "")] if line.strip() else []
-            except (ValueError, LookupError, TypeError, RecursionError):
-                raise ValueError(f'{where} is not {{"prompt": TEXT}}') from None
-        return prompts
+        return jobs.read_prompts(args.prompts_file)
     path = "-" if args.prompt == "-" else args.prompt_file
     return [("--prompt", args.prompt) if path is None else (path, read_text(path))]
 
 
 def check_draft(*pairs):
     """ValueError unless the tokens are the same; how their tables are padded does not matter."""
-    special = [{"eos": c.eos_ids, "start": c.start_id, "padding": t.pad_token_id} for c, t in pairs]
+    special = [
+        {"eos": c.eos_ids, "start": c.start_id, "padding": t.pad_token_id} if c else {}  # mlx-lm's
+        for c, t in pairs
+    ]
     ours, theirs = ({**t.get_vocab(), **ids} for (_, t), ids in zip(pairs, special, strict=True))
     for name in sorted(name for name, _ in ours.items() ^ theirs.items())[:1]:
         found = f"{name!r} is {theirs.get(name)}, not {ours.get(name)}"
         raise ValueError(f"the draft model has other tokens than the target model: {found}")
 
 
-def load_models(args):
-    """-> (tokenizer, make); make[mode]() is a new decoder."""
+def load(name, group, adapter_path=None):
+    """-> a T5, or what mlx-lm loads, and its tokenizer."""
+    import model
+
+    if (kind := model.kind(name)).endswith("t5"):
+        return model.load(name, group)
+    try:
+        import lm
+    except ImportError:
+        raise ValueError(f"{name}: a {kind} model needs mlx-lm: pip install mlx-lm") from None
+    if group:
+        raise ValueError(f"{name}: only a T5 can be divided among ranks: use --data-parallel")
+    return lm.load(name, adapter_path)
+
+
+def load_models(args, group):
+    """-> (encode, tokenizer, make): encode(where, text) -> ids; make[mode]() is a new decoder."""
     warnings.simplefilter("ignore")
     if not sys.stderr.isatty():
         os.environ.setdefault("HF_HUB_DISABLE_PROGRESS_BARS", "1")
     from decoder import Decoder, SpeculativeDecoder
-    from model import load
     from prompt_lookup import PromptLookupDecoder
 
-    model, tokenizer = load(args.model)
+    model, tokenizer = load(args.model, group, args.adapter_path)
+    draft_model = None
     if args.mode == "speculative":
-        draft_model, draft_tokenizer = load(args.draft_model)
-        check_draft((model.config, tokenizer), (draft_model.config, draft_tokenizer))
+        draft_model, draft_tokenizer = load(args.draft_model, group)
+        both = (model, tokenizer), (draft_model, draft_tokenizer)
+        check_draft(*((getattr(m, "config", None), t) for m, t in both))
+    for m in [model, draft_model][: ["regular", "prompt-lookup", "speculative"].index(args.mode)]:
+        if refusal := getattr(m, "refusal", ""):
+            raise ValueError(refusal)
+    reader = functools.partial(encode, tokenizer)
+    if hasattr(model, "refusal"):
+        import lm
+
+        chat = {"system": args.system, "chat": not args.no_chat_template}
+        reader = functools.partial(lm.encode, tokenizer, **chat)
 
     sampling = {n: getattr(args, n) for n in ("temp", "top_p", "top_k", "seed")}
     drafting = {
         n: getattr(args, n) for n in ("num_draft", "fixed_draft", "alpha", "delta", *sampling)
     }
     ngrams = {"ngram_max": args.ngram_max, "ngram_min": args.ngram_min}
-    return tokenizer, {
-        "regular": lambda: Decoder(model, model.eos_ids, **sampling),
-        "prompt-lookup": lambda: PromptLookupDecoder(model, model.eos_ids, **ngrams, **drafting),
-        "speculative": lambda: SpeculativeDecoder(model, draft_model, model.eos_ids, **drafting),
-    }
+    return (
+        reader,
+        tokenizer,
+        {
+            "regular": lambda: Decoder(model, model.eos_ids, **sampling),
+            "prompt-lookup": lambda: PromptLookupDecoder(
+                model, model.eos_ids, **ngrams, **drafting
+            ),
+            "speculative": lambda: SpeculativeDecoder(
+                model, draft_model, model.eos_ids, **drafting
+            ),
+        },
+    )
 
 
 def write(tokenizer, mode, stream, show=None):
@@ -162,12 +206,16 @@ def write(tokenizer, mode, stream, show=None):
 
 
 def run(args, color):
-    prompts = read_prompts(args)
-    reference = None if args.reference is None else read_text(args.reference)
-    tokenizer, make = load_models(args)
-    prompts = [encode(tokenizer, *prompt) for prompt in prompts]
+    group = ranks.join()
+    if group and "-" in (args.prompt, args.prompt_file, args.prompts_file, args.reference):
+        raise ValueError("mlx.launch does not pass the end of standard input on: name a file")
+    prompts = ranks.share(lambda: read_prompts(args), group)
+    reference = ranks.share(lambda: args.reference and read_text(args.reference), group)
+    together, apart = (None, group) if args.data_parallel else (group, None)
+    encode, tokenizer, make = ranks.agree(lambda: load_models(args, together), apart)
+    texts, prompts = prompts, [encode(*prompt) for prompt in prompts]
     wanted = reference is not None and args.mode == "prompt-lookup"
-    extra = {"reference": encode(tokenizer, args.reference, reference)} if wanted else {}
+    extra = {"reference": encode(args.reference, reference)} if wanted else {}
     if args.compare and prompts:  # the cost of first runs would fall on one of the two
         warm = {"prompt": prompts[0], "max_tokens": min(16, args.max_tokens)}
         list(make[args.mode]().stream(**warm, **extra))
@@ -177,54 +225,49 @@ def run(args, color):
     def show(piece, drafted=False):  # style and reset in one write, so that none is left on
         print(f"{DRAFTED}{piece}{RESET}" if color and drafted else piece, end="", flush=True)
 
-    for i, prompt in enumerate(prompts, 1):
-        stream = decoder.stream(prompt, args.max_tokens, **extra)
+    def answer(i):
+        stream = decoder.stream(prompts[i], args.max_tokens, **extra)
         result, report = write(tokenizer, args.mode, stream, None if args.json else show)
         if color and args.mode != "regular":
             report = f"{DRAFTED}drafted and accepted{RESET}, the target model's own\n{report}"
         if args.compare:
-            plain, line = write(tokenizer, "regular", regular.stream(prompt, args.max_tokens))
+            plain, line = write(tokenizer, "regular", regular.stream(prompts[i], args.max_tokens))
             speedup = plain["seconds"] / result["seconds"] if result["seconds"] else 0.0
             same = plain["token_ids"] == result["token_ids"]
             result |= {"regular": plain, "identical": same, "speedup": speedup}
             verdict = "identical texts" if same else "the texts DIFFER"
             report += f"{line}speedup: {speedup:.2f}x, {verdict}\n"
-        show(json.dumps(result) + "\n" if args.json else "\n")
-        print("" if args.json else report, end="", file=sys.stderr)
-        if args.prompts_file is not None and sys.stderr.isatty():
-            bar = f"\r[{'#' * (30 * i // len(prompts)):<30}] {i}/{len(prompts)}"
-            print(bar, end="\n" * (i == len(prompts)), file=sys.stderr, flush=True)
+        show("" if args.json else "\n")
+        command.say("" if args.json else report, end="")
+        return result
 
-
-def discard(stream):
-    """What is still to be written to the stream goes nowhere."""
-    os.dup2(os.open(os.devnull, os.O_WRONLY), stream.fileno())
+    if args.prompts_file is not None:
+        jobs.answer_all(args, texts, answer, apart, group)
+    else:
+        result = answer(0)
+        show(json.dumps(result) + "\n" if args.json else "")
 
 
 def main(argv=None):
-    """Exit status: 0, also where the reader of a pipe has gone; 2 for bad input; 130 for Ctrl-C."""
-    sys.stdout = sys.stdout or open(os.devnull, "w")  # closed by the caller
-    sys.stderr = sys.stderr or open(os.devnull, "w")
-    args = parse_arguments(argv)
-    no_color = os.environ.get("NO_COLOR") or os.environ.get("TERM") == "dumb"
-    color = sys.stdout.isatty() and not no_color if args.color is None else args.color
-    sys.stdout.reconfigure(errors="replace")  # type: ignore
-    try:
-        run(args, color)
-        return 0
-    except (KeyboardInterrupt, BrokenPipeError) as end:
-        for stream in sys.stdout, sys.stderr:  # the style off; what is left has no reader
-            if stream.isatty():
-                print(RESET * color, file=stream, flush=True)
-            else:
-                discard(stream)
-        return 130 if isinstance(end, KeyboardInterrupt) else 0
-    except (ValueError, OSError) as error:
+    """The command line -> its exit status, see `command.run`."""
+
+    def start():
+        if ranks.number():  # rank 0 speaks for all
+            command.discard(sys.stdout)
+            command.discard(sys.stderr)
+        args = parse_arguments(argv)
+        no_color = os.environ.get("NO_COLOR") or os.environ.get("TERM") == "dumb"
+        color = sys.stdout.isatty() and not no_color if args.color is None else args.color
+        sys.stdout.reconfigure(errors="replace")  # type: ignore
         try:
-            print(f"main.py: error: {' '.join(str(error).split())}", file=sys.stderr, flush=True)
-        except OSError:  # standard error is full
-            discard(sys.stderr)
-        return 2
+            run(args, color)
+        except KeyboardInterrupt:
+            for stream in sys.stdout, sys.stderr:
+                if stream.isatty():
+                    print(RESET * color, file=stream, flush=True)
+            raise
+
+    return command.run("main.py", start)
 
 
 if __name__ == "__main__":

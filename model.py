@@ -16,10 +16,12 @@ from typing import Any
 import mlx.core as mx
 import mlx.nn as nn
 import numpy as np
+from mlx.nn.layers.distributed import shard_inplace
 from mlx.utils import tree_flatten
 
 import checkpoint
 import cpu
+import ranks
 
 STEP = 256  # positions by which a cache grows
 QUERIES = 2048  # of a prompt whose scores are in memory at the same time
@@ -228,16 +230,20 @@ class FeedForward(nn.Module):
 
 
 class Sublayer(nn.Module):
-    """A part of a block with the norm of its input: x + part(norm(x))."""
+    """A part of a block with the norm of its input: x + part(norm(x)).
+
+    group: the ranks among which the part is divided; their results are added up.
+    """
 
     def __init__(self, config, name, part):
         super().__init__()
-        self.name, self[name] = name, part
+        self.name, self[name], self.group = name, part, None
         self.layer_norm = nn.RMSNorm(config.d_model, config.layer_norm_epsilon)
 
     def __call__(self, x, *arguments):
         # The residual stream x is float32 in every precision: in float16 many T5s overflow it.
-        return x + self[self.name](self.layer_norm(x), *arguments)
+        y = self[self.name](self.layer_norm(x), *arguments)
+        return x + (y if self.group is None else ranks.all_sum(y, self.group))
 
 
 class Block(nn.Module):
@@ -396,7 +402,24 @@ class T5(nn.Module):
             path.startswith("decoder.") and not path.endswith("EncDecAttention.kv")
         )
 
-    def check_rows(self, sample=range(1, WIDEST)):
+    def shard(self, group):
+        """Keep this rank's part of the heads and of the feed-forward; all ranks of the group keep
+        the embedding and the head. Lazy; before `cpu.prepare`, which lays matrices out anew."""
+        size = group.size()
+        if self.config.num_heads % size:
+            raise ValueError(f"it has {self.config.num_heads} heads")
+        for block in self.encoder.block + self.decoder.block:
+            for sublayer in block.layer:
+                sublayer.group, part = group, sublayer[sublayer.name]
+                if isinstance(part, Attention):
+                    part.heads //= size
+                for name, module in part.children().items():
+                    inward = name in ("o", "wo", "relative_attention_bias")
+                    how = "sharded-to-all" if inward else "all-to-sharded"
+                    pieces = {"qkv": 3, "kv": 2, "wi": 1 + self.config.is_gated}
+                    shard_inplace(module, how, segments=pieces.get(name, 1), group=group)
+
+    def check_rows(self, sample=range(1, WIDEST), group=None):
         """Finds the `fewest` and `most` rows of a block between which a row has the same bits.
 
         Products of matrices round in other ways for one, for a few and for many rows, at limits
@@ -404,8 +427,8 @@ class T5(nn.Module):
         wider ones are cut. Where there are no such limits, a block has one row. What is compared is
         the work of one layer and the head; sample: the numbers of rows and the places that are.
         """
-        shape = self.config.num_heads, STEP - WIDEST - 1, self.config.d_kv
-        qkv = self.decoder.block[0].layer[0].SelfAttention.qkv
+        attention = self.decoder.block[0].layer[0].SelfAttention
+        shape, qkv = (attention.heads, STEP - WIDEST - 1, self.config.d_kv), attention.qkv
         past = mx.random.normal(shape, key=mx.random.key(0))
         past = past.astype(project(qkv, mx.zeros((1, self.config.d_model))).dtype)
         tokens = mx.arange(WIDEST, dtype=mx.uint32) % self.vocab_size
@@ -425,6 +448,7 @@ class T5(nn.Module):
             whole = rows(0, high)
             parts = [part for n in sample if n < high for part in ((0, n), (n, n + 1))]
             same = (mx.array_equal(rows(i, j), whole[i:j], equal_nan=True) for i, j in parts)
+            same = (all(ranks.exchange(rows_agree.item(), group)) for rows_agree in same)
             if all(same):
                 return
         self.fewest = self.most = 1
@@ -467,33 +491,60 @@ JOINED = {
 }
 
 
-def load(path_or_id):
+def kind(path_or_id):
+    """The model_type of a folder or an id; "t5" where config.json does not tell: load says why."""
+    try:
+        config = checkpoint.read_json(checkpoint.find_folder(path_or_id) / "config.json")
+        return str(config.get("model_type", "t5"))
+    except ValueError:
+        return "t5"
+
+
+def load(path_or_id, group=None):
     """A model and its tokenizer, from a local folder or a Hugging Face id.
 
     Returns (T5, transformers tokenizer). Raises ValueError with one line for whatever is not a T5
-    that can write text. No code that a checkpoint brings along is run.
+    that can write text. No code that a checkpoint brings along is run. With a group of
+    `mx.distributed` each rank loads its part, and all ranks run the model together.
     """
     try:
-        folder = checkpoint.find_folder(path_or_id)
-        config, weights = checkpoint.read_config(folder), checkpoint.open_tensors(folder)
-        checkpoint.check_depth(config, weights)
-        model = T5(replace(config, own_head="lm_head.weight" in weights))
-        weights = model.sanitize(weights)
-        with checkpoint.one_line("config.json and the weights disagree"):
-            if config.quantization:
-                nn.quantize(
-                    model,
-                    **config.quantization,
-                    class_predicate=lambda path, _: f"{path}.scales" in weights,
-                )
-            model.load_weights(list(weights.items()))
-            weights.clear()
-        model.eval()
-        cpu.prepare(model, model.is_for_few_rows)
-        for _, array in tree_flatten(model.parameters()):  # type: ignore
-            mx.eval(array)  # one at a time, so that what it was made from can go
+        folder, model, tokenizer = ranks.agree(lambda: load_alone(path_or_id, group), group)
+        if group:
+            ranks.check_equal("checkpoints", ranks.fingerprint(folder), group)
+            ranks.check_equal("kinds of processors or of BLAS", model.alpha, group)
         # On the CPU `prepare` has tried all widths of every product already.
-        model.check_rows((1, 2, 5, 11) if cpu.in_use() else range(1, WIDEST))
-        return model, checkpoint.load_tokenizer(folder, config.vocab_size)
+        model.check_rows((1, 2, 5, 11) if cpu.in_use() else range(1, WIDEST), group)
+        if group:
+            cache, token = model.start([model.config.start_id])
+            logits = model.decode(token, cache).astype(mx.float32)
+            bits = mx.sum(logits.view(mx.uint32)).item()
+            ranks.check_equal("ways of rounding: use machines of one kind", bits, group)
+        return model, tokenizer
     except ValueError as error:
         raise ValueError(f"{path_or_id}: {error}") from None
+
+
+def load_alone(path_or_id, group):
+    """What of `load` a rank does by itself -> folder, model, tokenizer."""
+    folder = checkpoint.find_folder(path_or_id)
+    config, weights = checkpoint.read_config(folder), checkpoint.open_tensors(folder)
+    checkpoint.check_depth(config, weights)
+    model = T5(replace(config, own_head="lm_head.weight" in weights))
+    weights = model.sanitize(weights)
+    with checkpoint.one_line("config.json and the weights disagree"):
+        if config.quantization:
+            nn.quantize(
+                model,
+                **config.quantization,
+                class_predicate=lambda path, _: f"{path}.scales" in weights,
+            )
+        model.load_weights(list(weights.items()))
+        weights.clear()
+    model.eval()
+    if group:
+        with checkpoint.one_line(f"the model cannot be divided by {group.size()} ranks"):
+            model.shard(group)
+    cpu.prepare(model, model.is_for_few_rows)
+    for _, array in tree_flatten(model.parameters()):  # type: ignore
+        mx.eval(array)  # one at a time, so that what it was made from can go
+    return folder, model, checkpoint.load_tokenizer(folder, config.vocab_size)

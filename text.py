@@ -17,7 +17,14 @@ def read_text(path):
 
 def encode(tokenizer, where, text):
     """Text -> its token ids, a list that ends with one EOS. ValueError where there is no text."""
-    ids = tokenizer(text.encode(errors="replace").decode(), verbose=False).input_ids
+    try:
+        text.encode()
+    except UnicodeError as error:
+        raise ValueError(f"{where} is not Unicode text: {error}") from None
+    try:
+        ids = tokenizer(text, verbose=False).input_ids
+    except Exception as error:  # whatever a tokenizer's files make of it
+        raise ValueError(f"{where} cannot be encoded: {error or type(error).__name__}") from None
     while ids[-2:] == [tokenizer.eos_token_id] * 2:  # the text had its own
         ids.pop()
     if not set(ids) - set(tokenizer("").input_ids):

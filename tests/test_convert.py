@@ -284,3 +284,16 @@ sys.exit(convert.main())
 """
     done = subprocess.run([sys.executable, "-c", script], cwd=ROOT, capture_output=True)
     assert done.returncode > 128 and list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.skipif(not os.path.exists("/dev/full"), reason="no /dev/full")
+def test_standard_output_that_takes_nothing(tmp_path):
+    """The folder is whole; that the report is lost is one line."""
+    command = [sys.executable, str(ROOT / "convert.py"), "--model", str(ROOT / "demo" / "t5-demo")]
+    with open("/dev/full", "w") as full:
+        done = subprocess.run(
+            [*command, "--out", str(tmp_path / "out")], stdout=full, stderr=subprocess.PIPE
+        )
+    (line,) = done.stderr.decode().splitlines()
+    assert done.returncode == 2 and "space" in line
+    assert (tmp_path / "out" / "model.safetensors").exists()

@@ -1,0 +1,68 @@
+"""What every command does about closed or full standard streams, errors and interruptions."""
+
+import os
+import sys
+
+
+def open_streams():
+    """What the caller has closed is the null device: else the next file gets its descriptor."""
+    for descriptor in range(3):
+        try:
+            os.fstat(descriptor)
+        except OSError:
+            os.set_inheritable(os.open(os.devnull, os.O_RDWR), True)
+    sys.stdin = sys.stdin or open(0, closefd=False)
+    sys.stdout = sys.stdout or open(1, "w", closefd=False)
+    sys.stderr = sys.stderr or open(2, "w", closefd=False)
+
+
+def discard(stream):
+    """What is still to be written to the stream goes nowhere."""
+    os.dup2(os.open(os.devnull, os.O_WRONLY), stream.fileno())
+
+
+def say(text, end="\n"):
+    """To standard error; a full one takes nothing from the result."""
+    try:
+        print(text, end=end, file=sys.stderr, flush=True)
+    except BrokenPipeError:
+        raise
+    except OSError:
+        discard(sys.stderr)
+
+
+def refuse(message):
+    """As an argument parser's `error`: a ValueError, which `run` turns into its line."""
+    raise ValueError(message)
+
+
+def one_line(error):
+    """What an exception says, in one line of bounded length."""
+    reason = " ".join(str(error).split()) or type(error).__name__
+    return reason if len(reason) <= 500 else f"{reason[:500]} …"
+
+
+def run(name, function):
+    """Exit status of function(): 0, also where the reader of a pipe has gone; 2, and one line, for
+    bad input; 130 for Ctrl-C."""
+    open_streams()
+    try:
+        function()
+        sys.stdout.flush()
+        return 0
+    except (KeyboardInterrupt, BrokenPipeError) as end:
+        for stream in sys.stdout, sys.stderr:
+            if not stream.isatty():  # what is left has no reader
+                discard(stream)
+        return 130 if isinstance(end, KeyboardInterrupt) else 0
+    except (ValueError, OSError, RuntimeError, MemoryError) as error:  # RuntimeError: MLX's
+        for stream in sys.stdout, sys.stderr:
+            try:
+                stream.flush()
+            except OSError:
+                discard(stream)
+        try:
+            say(f"{name}: error: {one_line(error)}")
+        except BrokenPipeError:
+            discard(sys.stderr)
+        return 2
