@@ -101,7 +101,8 @@ class Sampler:
     so that the text depends on the seed alone. Of equal scores the lowest id wins.
     """
 
-    def __init__(self, temp=0.0, top_p=1.0, top_k=0, seed=0):
+    def __init__(self, temp=0.0, top_p=1.0, top_k=0, seed=0, logits_processors=None):
+        self.processors = list(logits_processors or [])
         self.temp = number("temp", temp) and max(temp, 1e-30)  # what float32 can divide by
         self.top_p = number("top_p", top_p, 1e-30, 1)
         self.top_k = integer("top_k", top_k)
@@ -112,8 +113,15 @@ class Sampler:
         # Random values depend on the shape asked for: always one position at a time.
         return mx.random.gumbel((width,), key=mx.array([self.seed, position], mx.uint32))
 
-    def scores(self, logits):
-        """Logits (L, V) -> unnormalized log p (L, V) after temperature, top-k and top-p."""
+    def scores(self, logits, ids=(), *drafts):
+        """Logits (L, V) -> unnormalized log p (L, V) after processors, temperature, top-k and
+        top-p. The last row has ids and drafts before it, each other row one less."""
+        if self.processors:
+            ids = mx.concatenate([mx.array(ids, mx.uint32), *drafts])
+        for process in self.processors:
+            past = range(ids.size - len(logits) + 1, ids.size + 1)
+            rows = zip(past, mx.split(logits, len(logits)), strict=True)
+            logits = mx.concatenate([process(ids[:n], row) for n, row in rows])
         if self.temp == 0:
             return logits
         scores = logits.astype(mx.float32)
@@ -149,14 +157,16 @@ class Decoder:
         model: The target model, with the three calls above.
         eos_id: Token id that ends the text, several of them, or None.
         temp, top_p, top_k, seed: See Sampler. At temp 0 the others do nothing.
+        logits_processors: Functions (ids before a position (T,), its logits (1, V)) -> logits. The
+            ids are of prompt and output; of an encoder-decoder, of start token and output.
 
     Streams of a decoder may take turns, in one thread. What is out of range is a ValueError.
     """
 
-    def __init__(self, model, eos_id=1, temp=0.0, top_p=1.0, top_k=0, seed=0):
+    def __init__(self, model, eos_id=1, **sampling):
         self.model = model
         self.eos_ids = set(as_ids("eos_id", () if eos_id is None else eos_id).tolist())
-        self.sampler = Sampler(temp, top_p, top_k, seed)
+        self.sampler = Sampler(**sampling)
 
     def stream(self, prompt: mx.array, max_tokens: int = 200, *texts) -> Stream:
         """Starts writing at most max_tokens tokens after the prompt, (S,) uint32 token ids, S > 0.
@@ -168,7 +178,8 @@ class Decoder:
         max_tokens = integer("max_tokens", max_tokens)
         stats = Stats(prompt_tokens=prompt.size, stop=None if max_tokens else "length")
         cache, token = self.model.start(prompt)
-        passes = self._passes(cache, token, max_tokens, prompt, *texts)
+        ids = token if getattr(self.model, "is_encoder_decoder", False) else prompt
+        passes = self._passes(cache, token, max_tokens, ids, prompt, *texts)
         return Stream(self._tokens(passes, max_tokens, stats, began), stats)
 
     def _tokens(self, passes, max_tokens, stats, began):
@@ -191,19 +202,20 @@ class Decoder:
 
     def _check(self, values, logits):
         if not all(map(math.isfinite, values)):
+            advice = ": convert it to bfloat16 or float32" if logits.dtype == mx.float16 else ""
             dtype = str(logits.dtype).split(".")[-1]
-            advice = ": convert it to bfloat16 or float32" if dtype == "float16" else ""
             raise ValueError(f"the model's logits are not finite in {dtype}{advice}")
 
-    def _passes(self, cache, token, max_tokens, *texts):
+    def _passes(self, cache, token, max_tokens, ids, *texts):
         """One token per pass; the next pass is under way while the caller has the last token."""
         ahead = None
         for position in range(max_tokens + 1):
             current = ahead
             if position < max_tokens:
                 logits = self.model.decode(token, cache)
-                token, value = self.sampler.choose(self.sampler.scores(logits), position)
-                mx.async_eval(token, value)
+                token, value = self.sampler.choose(self.sampler.scores(logits, ids), position)
+                ids = mx.concatenate([ids, token]) if self.sampler.processors else ids
+                mx.async_eval(token, value, ids)
                 ahead = token, value
             if current:
                 output, values = read(*current)
@@ -216,7 +228,7 @@ class DraftingDecoder(Decoder):
 
         length, doubt: what speaks for its next draft, see DraftLength
         limit, unfed: how many tokens it could draft, and those that it would have to read before
-        draft(k, position): k tokens for output positions position …, (k,) uint32
+        draft(k, position, ids): k tokens for output positions position …, after ids, (k,) uint32
         follow(output, accepted, position): the arrays that it looks up in the graph of the pass
         settle(output, k, found): after the pass; how many of its tokens, drafted or not, were
             right, and whether the next one was wrong
@@ -257,14 +269,14 @@ class DraftingDecoder(Decoder):
             same = same | ((of_draft >= of_choice + floor) & (draft == known))
         return mx.sum(mx.cumprod(same.astype(mx.int32)))
 
-    def _passes(self, cache, token, max_tokens, *texts):
+    def _passes(self, cache, token, max_tokens, ids, *texts):
         if self.num_draft == 0:
-            return super()._passes(cache, token, max_tokens)
+            return super()._passes(cache, token, max_tokens, ids)
         if not hasattr(cache, "trim"):
             raise ValueError("the model's cache has no trim(n): only plain decoding can use it")
-        return self._draft(cache, token, max_tokens, self._drafter(*texts))
+        return self._draft(cache, token, max_tokens, ids.tolist(), self._drafter(*texts))
 
-    def _draft(self, cache, token, max_tokens, drafter):
+    def _draft(self, cache, token, max_tokens, ids, drafter):
         # Lenient text depends on the draft lengths, and must not depend on the texts before.
         policy = self.policy if self.delta == 0 else self._policy()
         fixed = self.fixed_draft and (self.num_draft or 10)
@@ -273,9 +285,9 @@ class DraftingDecoder(Decoder):
             limit = min(drafter.limit, max_tokens - position - 1)
             evidence = drafter.length, drafter.doubt
             k = min(limit, fixed or policy.choose(*evidence, limit, len(drafter.unfed)))
-            draft = drafter.draft(k, position)
+            draft = drafter.draft(k, position, ids)
             logits = self.model.decode(mx.concatenate([token, draft]), cache)
-            scores, drafter.width = self.sampler.scores(logits), logits.shape[-1]
+            scores, drafter.width = self.sampler.scores(logits, ids, draft), logits.shape[-1]
             output, values = self.sampler.choose(scores, position)
             accepted = self._accept(scores, output, draft)
             if self.delta > 0:
@@ -288,6 +300,7 @@ class DraftingDecoder(Decoder):
             cache.trim(k - n)
             policy.update(*evidence, k, *drafter.settle(output, k, found))
             token = mx.array(output[-1:], mx.uint32)
+            ids += output
             position += n + 1
             yield output, n, k
 
@@ -333,7 +346,7 @@ class ModelDrafter:
         self.unfed: list[int] = prompt.tolist()
         self.length = self.TRUST
 
-    def draft(self, k, position):
+    def draft(self, k, position, ids):
         draft = [mx.zeros((0,), mx.uint32)]
         tokens = mx.array(self.unfed, mx.uint32)
         if k and self.cache is None:
@@ -341,7 +354,8 @@ class ModelDrafter:
             tokens = mx.concatenate([start, tokens[self.prompt.size :]])
         for i in range(k):
             logits = self.model.decode(tokens, self.cache)[-1:, : self.width]
-            tokens, _ = self.sampler.choose(self.sampler.scores(logits), position + i, self.width)
+            scores = self.sampler.scores(logits, ids, *draft)
+            tokens, _ = self.sampler.choose(scores, position + i, self.width)
             draft.append(tokens)
         return mx.concatenate(draft)
 
