@@ -96,9 +96,9 @@ def read(*arrays):
 class Sampler:
     """The choice of a token from logits: argmax at temperature 0, else a sample.
 
-    The sample at output position t is argmax(log p_t + g_t) with Gumbel noise g_t (the Gumbel-max
-    trick) that depends on the seed and t only. Whoever decides about position t draws the same g_t,
-    so that the text depends on the seed alone. Of equal scores the lowest id wins.
+    The sample at output position t is argmax(log p_t + g_t), the Gumbel-max trick. Its noise g_t
+    depends on the seed and t only, whoever decides about t; so the text depends on the seed alone.
+    Of equal scores the lowest id wins.
     """
 
     def __init__(self, temp=0.0, top_p=1.0, top_k=0, seed=0, logits_processors=None):
@@ -114,13 +114,11 @@ class Sampler:
         return mx.random.gumbel((width,), key=mx.array([self.seed, position], mx.uint32))
 
     def scores(self, logits, ids=(), *drafts):
-        """Logits (L, V) -> unnormalized log p (L, V) after processors, temperature, top-k and
-        top-p. The last row has ids and drafts before it, each other row one less."""
-        if self.processors:
-            ids = mx.concatenate([mx.array(ids, mx.uint32), *drafts])
+        """Logits (L, V) after ids and drafts, or one less for each row above the last one ->
+        unnormalized log p (L, V) after processors, temperature, top-k and top-p."""
         for process in self.processors:
-            past = range(ids.size - len(logits) + 1, ids.size + 1)
-            rows = zip(past, mx.split(logits, len(logits)), strict=True)
+            ids, drafts = mx.concatenate([mx.array(ids, mx.uint32), *drafts]), ()
+            rows = enumerate(mx.split(logits, len(logits)), ids.size - len(logits) + 1)
             logits = mx.concatenate([process(ids[:n], row) for n, row in rows])
         if self.temp == 0:
             return logits
@@ -133,8 +131,8 @@ class Sampler:
             ordered = -mx.sort(-scores, axis=-1)
             p = mx.softmax(ordered, axis=-1, precise=True)
             before = mx.cumsum(p, axis=-1) - p  # the mass of what is more likely
-            last = mx.sum(before < self.top_p, axis=-1, keepdims=True) - 1
-            least = mx.take_along_axis(ordered, mx.maximum(last, 0), axis=-1)
+            last = mx.maximum(mx.sum(before < self.top_p, axis=-1, keepdims=True) - 1, 0)
+            least = mx.take_along_axis(ordered, last, axis=-1)
             scores = mx.where(scores >= least, scores, -math.inf)
         return scores
 
@@ -142,8 +140,7 @@ class Sampler:
         """Scores (L, V) of output positions position … -> tokens (L,) uint32, their values (L,).
         The noise is drawn at `width`, the target's, and cut or extended to V."""
         if self.temp > 0:
-            length, size = scores.shape
-            width = width or size
+            (length, size), width = scores.shape, width or scores.shape[1]
             noise = mx.stack([self.noise(position + i, width) for i in range(length)])
             scores = scores + mx.pad(noise, [(0, 0), (0, max(size - width, 0))])[:, :size]
         tokens = mx.argmax(scores, axis=-1)
@@ -151,7 +148,8 @@ class Sampler:
 
 
 class Decoder:
-    """Plain decoding with the target model: one token per pass.
+    """Plain decoding with the target model: one token per pass. Its streams may take turns,
+    in one thread. What is out of range is a ValueError.
 
     Args:
         model: The target model, with the three calls above.
@@ -159,8 +157,6 @@ class Decoder:
         temp, top_p, top_k, seed: See Sampler. At temp 0 the others do nothing.
         logits_processors: Functions (ids before a position (T,), its logits (1, V)) -> logits. The
             ids are of prompt and output; of an encoder-decoder, of start token and output.
-
-    Streams of a decoder may take turns, in one thread. What is out of range is a ValueError.
     """
 
     def __init__(self, model, eos_id=1, **sampling):
@@ -190,21 +186,19 @@ class Decoder:
             stats.seconds = time.perf_counter() - began
             for i, token in enumerate(output):
                 if token in self.eos_ids:
-                    if i < accepted:
-                        stats.drafted -= drafted - i
+                    stats.drafted -= drafted - i if i < accepted else 0
                     stats.stop = "eos"
                     return
                 stats.tokens += 1
                 stats.accepted += i < accepted
-                if stats.tokens == max_tokens:
-                    stats.stop = "length"
+                stats.stop = "length" if stats.tokens == max_tokens else None
                 yield Token(token, i < accepted)
 
     def _check(self, values, logits):
         if not all(map(math.isfinite, values)):
-            advice = ": convert it to bfloat16 or float32" if logits.dtype == mx.float16 else ""
-            dtype = str(logits.dtype).split(".")[-1]
-            raise ValueError(f"the model's logits are not finite in {dtype}{advice}")
+            found = str(logits.dtype).removeprefix("mlx.core.")
+            found += ": convert it to bfloat16 or float32" * (found == "float16")
+            raise ValueError(f"the model's logits are not finite in {found}")
 
     def _passes(self, cache, token, max_tokens, ids, *texts):
         """One token per pass; the next pass is under way while the caller has the last token."""
@@ -250,8 +244,7 @@ class DraftingDecoder(Decoder):
     ):
         super().__init__(model, eos_id, **sampling)
         self.num_draft = None if num_draft is None else integer("num_draft", num_draft)
-        self.fixed_draft = fixed_draft
-        self.delta = number("delta", delta, 0, 1)
+        self.fixed_draft, self.delta = fixed_draft, number("delta", delta, 0, 1)
         self.alpha = number("alpha", getattr(model, "alpha", 0.05) if alpha is None else alpha)
         ceiling = 24 if self.num_draft is None else min(self.num_draft, 64)
         self._policy = functools.partial(DraftLength, ceiling, self.alpha, self.draft_cost)
@@ -274,9 +267,9 @@ class DraftingDecoder(Decoder):
             return super()._passes(cache, token, max_tokens, ids)
         if not hasattr(cache, "trim"):
             raise ValueError("the model's cache has no trim(n): only plain decoding can use it")
-        return self._draft(cache, token, max_tokens, ids.tolist(), self._drafter(*texts))
+        return self._draft(cache, max_tokens, ids.tolist(), self._drafter(*texts))
 
-    def _draft(self, cache, token, max_tokens, ids, drafter):
+    def _draft(self, cache, max_tokens, ids, drafter):
         # Lenient text depends on the draft lengths, and must not depend on the texts before.
         policy = self.policy if self.delta == 0 else self._policy()
         fixed = self.fixed_draft and (self.num_draft or 10)
@@ -286,7 +279,8 @@ class DraftingDecoder(Decoder):
             evidence = drafter.length, drafter.doubt
             k = min(limit, fixed or policy.choose(*evidence, limit, len(drafter.unfed)))
             draft = drafter.draft(k, position, ids)
-            logits = self.model.decode(mx.concatenate([token, draft]), cache)
+            fed = mx.concatenate([mx.array(ids[-1:], mx.uint32), draft])
+            logits = self.model.decode(fed, cache)
             scores, drafter.width = self.sampler.scores(logits, ids, draft), logits.shape[-1]
             output, values = self.sampler.choose(scores, position)
             accepted = self._accept(scores, output, draft)
@@ -299,7 +293,6 @@ class DraftingDecoder(Decoder):
             self._check(values.tolist()[: n + 1], logits)
             cache.trim(k - n)
             policy.update(*evidence, k, *drafter.settle(output, k, found))
-            token = mx.array(output[-1:], mx.uint32)
             ids += output
             position += n + 1
             yield output, n, k
@@ -337,6 +330,7 @@ class ModelDrafter:
     """Drafts with a model whose cache holds prompt and output but for the tokens in `unfed`."""
 
     limit, doubt = math.inf, 0
+    follow = staticmethod(lambda output, accepted, position: ())  # it looks nothing up
     TRUST = 4  # after a wrong draft: as for an n-gram so long; and the run of right ones since then
 
     def __init__(self, model, sampler, prompt, width):
@@ -347,8 +341,7 @@ class ModelDrafter:
         self.length = self.TRUST
 
     def draft(self, k, position, ids):
-        draft = [mx.zeros((0,), mx.uint32)]
-        tokens = mx.array(self.unfed, mx.uint32)
+        draft, tokens = [mx.zeros((0,), mx.uint32)], mx.array(self.unfed, mx.uint32)
         if k and self.cache is None:
             self.cache, start = self.model.start(self.prompt)
             tokens = mx.concatenate([start, tokens[self.prompt.size :]])
@@ -358,9 +351,6 @@ class ModelDrafter:
             tokens, _ = self.sampler.choose(scores, position + i, self.width)
             draft.append(tokens)
         return mx.concatenate(draft)
-
-    def follow(self, output, accepted, position):
-        return ()
 
     def settle(self, output, k, found):
         n = len(output) - 1
@@ -386,8 +376,7 @@ class DraftLength:
     """
 
     CHANCES = (0.1, 0.3, 0.45, 0.6, 0.85, 0.95, 0.98)  # at first, at lengths 0, 1, 2, 4 … 32
-    FADE, SELDOM = 0.98, 50
-    SHARED = 32  # passes that share the cost of reading what the draft model has missed
+    FADE, SELDOM, SHARED = 0.98, 50, 32  # passes that share the cost of reading what was missed
 
     def __init__(self, ceiling, alpha, draft_cost=0.0):
         self.ceiling, self.alpha, self.draft_cost = ceiling, alpha, draft_cost
@@ -397,15 +386,13 @@ class DraftLength:
 
     def _trial(self, length, doubt, i):
         group = min((length + i).bit_length(), 6)
-        key = group, doubt if i == 0 else None
-        return self.trials.setdefault(key, [self.CHANCES[group], 1.0])
+        return self.trials.setdefault((group, None if i else doubt), [self.CHANCES[group], 1.0])
 
     def choose(self, length, doubt, limit, unread=0):
         """The evidence, how many tokens there are to draft or to use, and how many the draft model
         would have to read before -> 0 to limit."""
-        most, token = min(limit, self.ceiling), self.alpha + self.draft_cost
-        if self.draft_cost:
-            most = min(most, 3 * self.longest + 1)
+        most = min(limit, self.ceiling, 3 * self.longest + 1 if self.draft_cost else limit)
+        token = self.alpha + self.draft_cost
         reading = self.draft_cost * self.alpha * unread
         best, speed, tokens, reach = 0, 1.0, 1.0, 1.0
         for k in range(1, most + 1):
@@ -421,8 +408,7 @@ class DraftLength:
 
     def update(self, length, doubt, k, right, wrong):
         """After a pass with k draft tokens; right and wrong are what the drafter's settle told."""
-        for i in range(right + wrong):
-            trial = self._trial(length, doubt, i)
+        for i, trial in ((i, self._trial(length, doubt, i)) for i in range(right + wrong)):
             trial[:] = self.FADE * trial[0] + (i < right), self.FADE * trial[1] + 1
         if k > 0:
             self.longest = max(right, self.longest // 2)
