@@ -65,8 +65,8 @@ def test_processors_against_python(kind):
 @pytest.mark.parametrize("temp", [0, 0.8])
 def test_text_is_the_same_with_and_without_drafts(kind, temp):
     accepted = changed = 0
-    for seed, prompt in enumerate(prompts(100)):
-        encoder, ceiling = seed % 3 > 0, (1, 4, 24)[seed % 3]
+    for seed, prompt in enumerate(prompts(18)):
+        encoder, ceiling = seed % 2 == 0, (1, 4, 24)[seed % 3]
         model = HashModel(seed=seed, encoder=encoder)
         draft_model = HashModel(seed=seed + 1, encoder=encoder)
         options = {"temp": temp, "logits_processors": [KINDS[kind]]}
@@ -77,7 +77,7 @@ def test_text_is_the_same_with_and_without_drafts(kind, temp):
             ids, _, stats = write(decoder, prompt, 16)
             assert ids == plain
             accepted += stats.accepted
-    assert accepted > 50
+    assert accepted > 20
     assert changed or kind == "first"  # of a causal model's, the ids are more than one
 
 
