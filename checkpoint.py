@@ -8,7 +8,7 @@ import json
 import os
 import zipfile
 from contextlib import contextmanager
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, field, fields
 from pathlib import Path
 from typing import Any
 
@@ -45,6 +45,7 @@ class Config:
     bias_in_every_layer: bool = False  # umT5
     start_id: int = 0
     eos_ids: tuple = (1,)
+    generation: dict = field(default_factory=dict)  # all of generation_config.json
     quantization: dict | None = None  # {"group_size": 64, "bits": 4}, written by convert.py
 
 
@@ -97,17 +98,17 @@ def read_config(folder: Path) -> Config:
     defaults = {"d_ff": 1024, "num_layers": 8, "num_heads": 6, "vocab_size": 250112}
     defaults = {} if kind == "t5" else defaults
     values: dict = {}
-    for field in fields(Config):
-        if field.type not in (int, float) or field.name == "start_id":
+    for entry in fields(Config):
+        if entry.type not in (int, float) or entry.name == "start_id":
             continue
-        value: Any = config.get(field.name)
-        if value is None and field.name == "num_decoder_layers":
+        value: Any = config.get(entry.name)
+        if value is None and entry.name == "num_decoder_layers":
             value = values["num_layers"]
         elif value is None:
-            value = defaults.get(field.name, field.default)
-        right = type(value) in (int, field.type) and 0 < value < 2**31
-        _check(right, field.name, value, "a number above 0")
-        values[field.name] = value
+            value = defaults.get(entry.name, entry.default)
+        right = type(value) in (int, entry.type) and 0 < value < 2**31
+        _check(right, entry.name, value, "a number above 0")
+        values[entry.name] = value
     buckets = values["relative_attention_num_buckets"]
     _check(buckets >= 4, "relative_attention_num_buckets", buckets, "at least 4")
     reach = values["relative_attention_max_distance"]
@@ -132,7 +133,7 @@ def read_config(folder: Path) -> Config:
     start = _token_ids("decoder_start_token_id", [config, generation], pad)[0]
     below = f"below vocab_size {values['vocab_size']}"
     _check(start < values["vocab_size"], "decoder_start_token_id", start, below)
-    values["start_id"] = start
+    values |= {"start_id": start, "generation": generation}
 
     values["quantization"] = how = config.get("quantization")
     known = "bits 4 or 8 and group_size 32, 64 or 128"

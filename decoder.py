@@ -96,12 +96,13 @@ def read(*arrays):
 class Sampler:
     """The choice of a token from logits: argmax at temperature 0, else a sample.
 
-    The sample at output position t is argmax(log p_t + g_t) with Gumbel noise g_t (the Gumbel-max
-    trick) that depends on the seed and t only. Whoever decides about position t draws the same g_t,
-    so that the text depends on the seed alone. Of equal scores the lowest id wins.
+    The sample at output position t is argmax(log p_t + g_t), the Gumbel-max trick. Its noise g_t
+    depends on the seed and t only, whoever decides about t; so the text depends on the seed alone.
+    Of equal scores the lowest id wins.
     """
 
-    def __init__(self, temp=0.0, top_p=1.0, top_k=0, seed=0):
+    def __init__(self, temp=0.0, top_p=1.0, top_k=0, seed=0, logits_processors=None):
+        self.processors = list(logits_processors or [])
         self.temp = number("temp", temp) and max(temp, 1e-30)  # what float32 can divide by
         self.top_p = number("top_p", top_p, 1e-30, 1)
         self.top_k = integer("top_k", top_k)
@@ -112,8 +113,13 @@ class Sampler:
         # Random values depend on the shape asked for: always one position at a time.
         return mx.random.gumbel((width,), key=mx.array([self.seed, position], mx.uint32))
 
-    def scores(self, logits):
-        """Logits (L, V) -> unnormalized log p (L, V) after temperature, top-k and top-p."""
+    def scores(self, logits, ids=(), *drafts):
+        """Logits (L, V) after ids and drafts, or one less for each row above the last one ->
+        unnormalized log p (L, V) after processors, temperature, top-k and top-p."""
+        for process in self.processors:
+            ids, drafts = mx.concatenate([mx.array(ids, mx.uint32), *drafts]), ()
+            rows = enumerate(mx.split(logits, len(logits)), ids.size - len(logits) + 1)
+            logits = mx.concatenate([process(ids[:n], row) for n, row in rows])
         if self.temp == 0:
             return logits
         scores = logits.astype(mx.float32)
@@ -125,8 +131,8 @@ class Sampler:
             ordered = -mx.sort(-scores, axis=-1)
             p = mx.softmax(ordered, axis=-1, precise=True)
             before = mx.cumsum(p, axis=-1) - p  # the mass of what is more likely
-            last = mx.sum(before < self.top_p, axis=-1, keepdims=True) - 1
-            least = mx.take_along_axis(ordered, mx.maximum(last, 0), axis=-1)
+            last = mx.maximum(mx.sum(before < self.top_p, axis=-1, keepdims=True) - 1, 0)
+            least = mx.take_along_axis(ordered, last, axis=-1)
             scores = mx.where(scores >= least, scores, -math.inf)
         return scores
 
@@ -134,8 +140,7 @@ class Sampler:
         """Scores (L, V) of output positions position … -> tokens (L,) uint32, their values (L,).
         The noise is drawn at `width`, the target's, and cut or extended to V."""
         if self.temp > 0:
-            length, size = scores.shape
-            width = width or size
+            (length, size), width = scores.shape, width or scores.shape[1]
             noise = mx.stack([self.noise(position + i, width) for i in range(length)])
             scores = scores + mx.pad(noise, [(0, 0), (0, max(size - width, 0))])[:, :size]
         tokens = mx.argmax(scores, axis=-1)
@@ -143,20 +148,21 @@ class Sampler:
 
 
 class Decoder:
-    """Plain decoding with the target model: one token per pass.
+    """Plain decoding with the target model: one token per pass. Its streams may take turns,
+    in one thread. What is out of range is a ValueError.
 
     Args:
         model: The target model, with the three calls above.
         eos_id: Token id that ends the text, several of them, or None.
         temp, top_p, top_k, seed: See Sampler. At temp 0 the others do nothing.
-
-    Streams of a decoder may take turns, in one thread. What is out of range is a ValueError.
+        logits_processors: Functions (ids before a position (T,), its logits (1, V)) -> logits. The
+            ids are of prompt and output; of an encoder-decoder, of start token and output.
     """
 
-    def __init__(self, model, eos_id=1, temp=0.0, top_p=1.0, top_k=0, seed=0):
+    def __init__(self, model, eos_id=1, **sampling):
         self.model = model
         self.eos_ids = set(as_ids("eos_id", () if eos_id is None else eos_id).tolist())
-        self.sampler = Sampler(temp, top_p, top_k, seed)
+        self.sampler = Sampler(**sampling)
 
     def stream(self, prompt: mx.array, max_tokens: int = 200, *texts) -> Stream:
         """Starts writing at most max_tokens tokens after the prompt, (S,) uint32 token ids, S > 0.
@@ -168,7 +174,8 @@ class Decoder:
         max_tokens = integer("max_tokens", max_tokens)
         stats = Stats(prompt_tokens=prompt.size, stop=None if max_tokens else "length")
         cache, token = self.model.start(prompt)
-        passes = self._passes(cache, token, max_tokens, prompt, *texts)
+        ids = token if getattr(self.model, "is_encoder_decoder", False) else prompt
+        passes = self._passes(cache, token, max_tokens, ids, prompt, *texts)
         return Stream(self._tokens(passes, max_tokens, stats, began), stats)
 
     def _tokens(self, passes, max_tokens, stats, began):
@@ -179,31 +186,30 @@ class Decoder:
             stats.seconds = time.perf_counter() - began
             for i, token in enumerate(output):
                 if token in self.eos_ids:
-                    if i < accepted:
-                        stats.drafted -= drafted - i
+                    stats.drafted -= drafted - i if i < accepted else 0
                     stats.stop = "eos"
                     return
                 stats.tokens += 1
                 stats.accepted += i < accepted
-                if stats.tokens == max_tokens:
-                    stats.stop = "length"
+                stats.stop = "length" if stats.tokens == max_tokens else None
                 yield Token(token, i < accepted)
 
     def _check(self, values, logits):
         if not all(map(math.isfinite, values)):
-            dtype = str(logits.dtype).split(".")[-1]
-            advice = ": convert it to bfloat16 or float32" if dtype == "float16" else ""
-            raise ValueError(f"the model's logits are not finite in {dtype}{advice}")
+            found = str(logits.dtype).removeprefix("mlx.core.")
+            found += ": convert it to bfloat16 or float32" * (found == "float16")
+            raise ValueError(f"the model's logits are not finite in {found}")
 
-    def _passes(self, cache, token, max_tokens, *texts):
+    def _passes(self, cache, token, max_tokens, ids, *texts):
         """One token per pass; the next pass is under way while the caller has the last token."""
         ahead = None
         for position in range(max_tokens + 1):
             current = ahead
             if position < max_tokens:
                 logits = self.model.decode(token, cache)
-                token, value = self.sampler.choose(self.sampler.scores(logits), position)
-                mx.async_eval(token, value)
+                token, value = self.sampler.choose(self.sampler.scores(logits, ids), position)
+                ids = mx.concatenate([ids, token]) if self.sampler.processors else ids
+                mx.async_eval(token, value, ids)
                 ahead = token, value
             if current:
                 output, values = read(*current)
@@ -216,7 +222,7 @@ class DraftingDecoder(Decoder):
 
         length, doubt: what speaks for its next draft, see DraftLength
         limit, unfed: how many tokens it could draft, and those that it would have to read before
-        draft(k, position): k tokens for output positions position …, (k,) uint32
+        draft(k, position, ids): k tokens for output positions position …, after ids, (k,) uint32
         follow(output, accepted, position): the arrays that it looks up in the graph of the pass
         settle(output, k, found): after the pass; how many of its tokens, drafted or not, were
             right, and whether the next one was wrong
@@ -238,8 +244,7 @@ class DraftingDecoder(Decoder):
     ):
         super().__init__(model, eos_id, **sampling)
         self.num_draft = None if num_draft is None else integer("num_draft", num_draft)
-        self.fixed_draft = fixed_draft
-        self.delta = number("delta", delta, 0, 1)
+        self.fixed_draft, self.delta = fixed_draft, number("delta", delta, 0, 1)
         self.alpha = number("alpha", getattr(model, "alpha", 0.05) if alpha is None else alpha)
         ceiling = 24 if self.num_draft is None else min(self.num_draft, 64)
         self._policy = functools.partial(DraftLength, ceiling, self.alpha, self.draft_cost)
@@ -257,14 +262,14 @@ class DraftingDecoder(Decoder):
             same = same | ((of_draft >= of_choice + floor) & (draft == known))
         return mx.sum(mx.cumprod(same.astype(mx.int32)))
 
-    def _passes(self, cache, token, max_tokens, *texts):
+    def _passes(self, cache, token, max_tokens, ids, *texts):
         if self.num_draft == 0:
-            return super()._passes(cache, token, max_tokens)
+            return super()._passes(cache, token, max_tokens, ids)
         if not hasattr(cache, "trim"):
             raise ValueError("the model's cache has no trim(n): only plain decoding can use it")
-        return self._draft(cache, token, max_tokens, self._drafter(*texts))
+        return self._draft(cache, max_tokens, ids.tolist(), self._drafter(*texts))
 
-    def _draft(self, cache, token, max_tokens, drafter):
+    def _draft(self, cache, max_tokens, ids, drafter):
         # Lenient text depends on the draft lengths, and must not depend on the texts before.
         policy = self.policy if self.delta == 0 else self._policy()
         fixed = self.fixed_draft and (self.num_draft or 10)
@@ -273,9 +278,10 @@ class DraftingDecoder(Decoder):
             limit = min(drafter.limit, max_tokens - position - 1)
             evidence = drafter.length, drafter.doubt
             k = min(limit, fixed or policy.choose(*evidence, limit, len(drafter.unfed)))
-            draft = drafter.draft(k, position)
-            logits = self.model.decode(mx.concatenate([token, draft]), cache)
-            scores, drafter.width = self.sampler.scores(logits), logits.shape[-1]
+            draft = drafter.draft(k, position, ids)
+            fed = mx.concatenate([mx.array(ids[-1:], mx.uint32), draft])
+            logits = self.model.decode(fed, cache)
+            scores, drafter.width = self.sampler.scores(logits, ids, draft), logits.shape[-1]
             output, values = self.sampler.choose(scores, position)
             accepted = self._accept(scores, output, draft)
             if self.delta > 0:
@@ -287,7 +293,7 @@ class DraftingDecoder(Decoder):
             self._check(values.tolist()[: n + 1], logits)
             cache.trim(k - n)
             policy.update(*evidence, k, *drafter.settle(output, k, found))
-            token = mx.array(output[-1:], mx.uint32)
+            ids += output
             position += n + 1
             yield output, n, k
 
@@ -324,6 +330,7 @@ class ModelDrafter:
     """Drafts with a model whose cache holds prompt and output but for the tokens in `unfed`."""
 
     limit, doubt = math.inf, 0
+    follow = staticmethod(lambda output, accepted, position: ())  # it looks nothing up
     TRUST = 4  # after a wrong draft: as for an n-gram so long; and the run of right ones since then
 
     def __init__(self, model, sampler, prompt, width):
@@ -333,20 +340,17 @@ class ModelDrafter:
         self.unfed: list[int] = prompt.tolist()
         self.length = self.TRUST
 
-    def draft(self, k, position):
-        draft = [mx.zeros((0,), mx.uint32)]
-        tokens = mx.array(self.unfed, mx.uint32)
+    def draft(self, k, position, ids):
+        draft, tokens = [mx.zeros((0,), mx.uint32)], mx.array(self.unfed, mx.uint32)
         if k and self.cache is None:
             self.cache, start = self.model.start(self.prompt)
             tokens = mx.concatenate([start, tokens[self.prompt.size :]])
         for i in range(k):
             logits = self.model.decode(tokens, self.cache)[-1:, : self.width]
-            tokens, _ = self.sampler.choose(self.sampler.scores(logits), position + i, self.width)
+            scores = self.sampler.scores(logits, ids, *draft)
+            tokens, _ = self.sampler.choose(scores, position + i, self.width)
             draft.append(tokens)
         return mx.concatenate(draft)
-
-    def follow(self, output, accepted, position):
-        return ()
 
     def settle(self, output, k, found):
         n = len(output) - 1
@@ -372,8 +376,7 @@ class DraftLength:
     """
 
     CHANCES = (0.1, 0.3, 0.45, 0.6, 0.85, 0.95, 0.98)  # at first, at lengths 0, 1, 2, 4 … 32
-    FADE, SELDOM = 0.98, 50
-    SHARED = 32  # passes that share the cost of reading what the draft model has missed
+    FADE, SELDOM, SHARED = 0.98, 50, 32  # passes that share the cost of reading what was missed
 
     def __init__(self, ceiling, alpha, draft_cost=0.0):
         self.ceiling, self.alpha, self.draft_cost = ceiling, alpha, draft_cost
@@ -383,15 +386,13 @@ class DraftLength:
 
     def _trial(self, length, doubt, i):
         group = min((length + i).bit_length(), 6)
-        key = group, doubt if i == 0 else None
-        return self.trials.setdefault(key, [self.CHANCES[group], 1.0])
+        return self.trials.setdefault((group, None if i else doubt), [self.CHANCES[group], 1.0])
 
     def choose(self, length, doubt, limit, unread=0):
         """The evidence, how many tokens there are to draft or to use, and how many the draft model
         would have to read before -> 0 to limit."""
-        most, token = min(limit, self.ceiling), self.alpha + self.draft_cost
-        if self.draft_cost:
-            most = min(most, 3 * self.longest + 1)
+        most = min(limit, self.ceiling, 3 * self.longest + 1 if self.draft_cost else limit)
+        token = self.alpha + self.draft_cost
         reading = self.draft_cost * self.alpha * unread
         best, speed, tokens, reach = 0, 1.0, 1.0, 1.0
         for k in range(1, most + 1):
@@ -407,8 +408,7 @@ class DraftLength:
 
     def update(self, length, doubt, k, right, wrong):
         """After a pass with k draft tokens; right and wrong are what the drafter's settle told."""
-        for i in range(right + wrong):
-            trial = self._trial(length, doubt, i)
+        for i, trial in ((i, self._trial(length, doubt, i)) for i in range(right + wrong)):
             trial[:] = self.FADE * trial[0] + (i < right), self.FADE * trial[1] + 1
         if k > 0:
             self.longest = max(right, self.longest // 2)

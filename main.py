@@ -10,8 +10,9 @@ from itertools import chain
 
 import command
 import jobs
+import logits_options
 import ranks
-from text import TextStream, encode, read_text
+from text import TextStream, encode, read_text, unknown, unknown_line
 
 DEFAULT_MODEL = os.path.join(os.path.dirname(os.path.realpath(__file__)), "demo", "t5-demo")
 DEFAULT_PROMPT = (
@@ -75,6 +76,7 @@ def parse_arguments(argv=None):
     add("--top-p", type=between(1e-6, 1, float), default=1, help="nucleus (1: all tokens)")
     add("--top-k", default=0, type=between(0), metavar="N", help="only the N likeliest (0: all)")
     add("--seed", type=between(0, 2**32 - 1), default=0, help="another seed, another text (0)")
+    logits_options.add_options(parser.add_argument_group("logits").add_argument)
     add = parser.add_argument_group("output").add_argument
     add("--color", action=argparse.BooleanOptionalAction, help="mark drafted text (on terminals)")
     add("--compare", action="store_true", help="plain decoding, too: both times, their ratio")
@@ -166,8 +168,10 @@ def load_models(args, group):
         reader = functools.partial(lm.encode, tokenizer, **chat)
 
     sampling = {n: getattr(args, n) for n in ("temp", "top_p", "top_k", "seed")}
-    drafting = {
-        n: getattr(args, n) for n in ("num_draft", "fixed_draft", "alpha", "delta", *sampling)
+    asked = logits_options.from_options(args, model)
+    sampling |= {"logits_processors": asked} if asked else {}
+    drafting = sampling | {
+        n: getattr(args, n) for n in ("num_draft", "fixed_draft", "alpha", "delta")
     }
     ngrams = {"ngram_max": args.ngram_max, "ngram_min": args.ngram_min}
     return (
@@ -216,6 +220,10 @@ def run(args, color):
     texts, prompts = prompts, [encode(*prompt) for prompt in prompts]
     wanted = reference is not None and args.mode == "prompt-lookup"
     extra = {"reference": encode(args.reference, reference)} if wanted else {}
+    lost = [unknown(tokenizer, text) for _, text in texts]
+    everywhere = [*chain(*lost, unknown(tokenizer, reference) if wanted else [])]
+    if everywhere:
+        command.say(unknown_line(everywhere))
     if args.compare and prompts:  # the cost of first runs would fall on one of the two
         warm = {"prompt": prompts[0], "max_tokens": min(16, args.max_tokens)}
         list(make[args.mode]().stream(**warm, **extra))
@@ -228,6 +236,7 @@ def run(args, color):
     def answer(i):
         stream = decoder.stream(prompts[i], args.max_tokens, **extra)
         result, report = write(tokenizer, args.mode, stream, None if args.json else show)
+        result["unknown"] = len(lost[i])
         if color and args.mode != "regular":
             report = f"{DRAFTED}drafted and accepted{RESET}, the target model's own\n{report}"
         if args.compare:

@@ -107,7 +107,7 @@ class LookupDrafter:
             room = mx.full((size - self.buffer.size + ROOM,), NONE, mx.uint32)
             self.buffer = mx.concatenate([self.buffer, room])
 
-    def draft(self, k, position):
+    def draft(self, k, position, ids):
         return mx.array(self.found[:k], mx.uint32)
 
     def follow(self, output, accepted, position):

@@ -32,6 +32,29 @@ def encode(tokenizer, where, text):
     return ids
 
 
+def unknown(tokenizer, text):
+    """The characters of the text that are lost on the model, in their order, each time they occur:
+    they have no token, or count no more than a space, or nothing."""
+    plain = [tokenizer.encode(around) for around in ("xx", "x x")]
+
+    def is_lost(character):
+        ids = tokenizer.encode(f"x{character}x")
+        return character != " " and (
+            getattr(tokenizer, "unk_token_id", None) in ids or ids in plain
+        )
+
+    lost = {character for character in set(text) if is_lost(character)}
+    return [character for character in text if character in lost]
+
+
+def unknown_line(lost):
+    """The line that names at most ten of the lost characters."""
+    names = [*dict.fromkeys(lost)]
+    more = f" and {len(names) - 10} others" * (len(names) > 10)
+    told = f"{', '.join(map(repr, names[:10]))}{more}"
+    return f"note: the tokenizer does not know {told}: {len(lost)} times in the texts"
+
+
 class TextStream:
     """Token ids in, printable text out, as early as it is certain.
 

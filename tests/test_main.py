@@ -47,6 +47,9 @@ class Tokenizer:
         text.encode()  # as transformers' do, it refuses what is not Unicode
         return SimpleNamespace(input_ids=[ord(c) for c in text if c != " "] + [1])
 
+    def encode(self, text):
+        return self(text).input_ids
+
     def convert_ids_to_tokens(self, i):
         return chr(i)
 
@@ -151,7 +154,15 @@ class PromptLookupDecoder(Decoder):
 @pytest.fixture
 def fake(tmp_path):
     """Runs main.py among the stand-ins; `calls()` is what they were asked for."""
-    for name in "main.py", "text.py", "jobs.py", "ranks.py", "command.py":
+    for name in (
+        "main.py",
+        "text.py",
+        "jobs.py",
+        "ranks.py",
+        "command.py",
+        "logits_options.py",
+        "processors.py",
+    ):
         shutil.copy(ROOT / name, tmp_path)
     for name, text in FAKES.items():
         (tmp_path / name).write_text(text)
@@ -386,7 +397,7 @@ def test_compare(fake):
     result = json.loads(fake("--compare", "--json").out)
     assert result["speedup"] == 4 and result["identical"] is True
     assert result["regular"]["mode"] == "regular" and set(result["regular"]) == FIELDS
-    assert set(result) == FIELDS | {"regular", "identical", "speedup"}
+    assert set(result) == FIELDS | {"unknown", "regular", "identical", "speedup"}
     assert json.loads(fake("--compare", "--json", DIFFER="1").out)["identical"] is False
 
 
@@ -407,7 +418,7 @@ def test_many_prompts(fake):
     assert result.err == ""
     results = [json.loads(line) for line in result.out.splitlines()]
     assert [r["prompt_tokens"] for r in results] == [4, 5, 6]
-    assert all(set(r) == FIELDS | {"regular", "identical", "speedup"} for r in results)
+    assert all(set(r) == FIELDS | {"unknown", "regular", "identical", "speedup"} for r in results)
     timed = [call for call in fake.streams() if call["max_tokens"] == 200]
     prompts = [call["prompt"] for call in timed if call["stream"] == "PromptLookupDecoder"]
     assert prompts == [ids("one"), ids("tw\u2028o"), ids("three")]
@@ -654,7 +665,7 @@ def test_what_needs_no_model_imports_none(options):
 
 def test_help_is_short_and_shows_defaults():
     text = demo("--help", COLUMNS="80").out
-    assert len(text.splitlines()) < 50
+    assert len(text.splitlines()) < 65
     for default in ["(200)", "(auto)", "(16)", "(1)", "(0)", "(demo)"]:
         assert default in text
 

@@ -221,7 +221,7 @@ def test_plain_texts_are_as_frequent_as_they_should_be(sampling):
 def test_a_sampler_that_ignores_the_temperature_fails(monkeypatch):
     right = Sampler.scores
 
-    def scores(self, logits):
+    def scores(self, logits, *ids):
         return right(Sampler(1.0, self.top_p, self.top_k, self.seed), logits)
 
     monkeypatch.setattr(decoding.Sampler, "scores", scores)
