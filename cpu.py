@@ -249,7 +249,8 @@ class KeysAndValues:
     def __init__(self, keys=None, values=None):
         self.text = None if keys is None else (keys, values)
         self.keys: Any = None
-        self.values = self.mask = self.keys
+        self.values: Any = None
+        self.mask: Any = None
 
     @staticmethod
     def visible(positions):

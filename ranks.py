@@ -8,6 +8,7 @@ import hashlib
 import json
 import os
 import sys
+from typing import Any
 
 NUMBERS = "MLX_RANK", "OMPI_COMM_WORLD_RANK", "PMI_RANK"  # mlx.launch's, Open MPI's, MPICH's
 SAMPLES, SAMPLE = 256, 4096  # of a file: how many, bytes of each
@@ -43,22 +44,23 @@ def exchange(value, group):
     if group is None:
         return [value]
     data = json.dumps(value).encode()
-    sizes = mx.distributed.all_gather(mx.array([len(data)]), group=group).tolist()
-    data = mx.array(memoryview(data.ljust(max(sizes))))
-    data = bytes(mx.distributed.all_gather(data, group=group)).decode()
-    return [json.loads(data[i * max(sizes) : (i + 1) * max(sizes)]) for i in range(len(sizes))]
+    sizes: Any = mx.distributed.all_gather(mx.array([len(data)]), group=group).tolist()
+    size = max(sizes)
+    padded = mx.array(list(data.ljust(size)), mx.uint8)
+    parts = bytes(mx.distributed.all_gather(padded, group=group))
+    return [json.loads(parts[i * size : (i + 1) * size]) for i in range(len(sizes))]
 
 
 def agree(function, group):
     """function() on every rank; an error on any of them is a ValueError on all."""
     if group is None:
         return function()
-    value = error = None
+    value = reason = None
     try:
         value = function()
-    except (ValueError, OSError) as reason:
-        error = str(reason)
-    for rank, reason in enumerate(exchange(error, group)):
+    except (ValueError, OSError) as error:
+        reason = str(error)
+    for rank, reason in enumerate(exchange(reason, group)):
         if reason is not None:
             raise ValueError(f"rank {rank}: {reason}")
     return value
