@@ -55,12 +55,12 @@ def agree(function, group):
     """function() on every rank; an error on any of them is a ValueError on all."""
     if group is None:
         return function()
-    value = reason = None
+    value = own = None
     try:
         value = function()
     except (ValueError, OSError) as error:
-        reason = str(error)
-    for rank, reason in enumerate(exchange(reason, group)):
+        own = str(error)
+    for rank, reason in enumerate(exchange(own, group)):
         if reason is not None:
             raise ValueError(f"rank {rank}: {reason}")
     return value
