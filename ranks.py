@@ -8,7 +8,6 @@ import hashlib
 import json
 import os
 import sys
-from typing import Any
 
 NUMBERS = "MLX_RANK", "OMPI_COMM_WORLD_RANK", "PMI_RANK"  # mlx.launch's, Open MPI's, MPICH's
 SAMPLES, SAMPLE = 256, 4096  # of a file: how many, bytes of each
@@ -39,30 +38,31 @@ def join():
 
 def exchange(value, group):
     """A value that JSON can hold, from each rank -> the list of all."""
-    import mlx.core as mx
-
     if group is None:
         return [value]
+    import mlx.core as mx
+    import numpy as np
+
     data = json.dumps(value).encode()
-    sizes: Any = mx.distributed.all_gather(mx.array([len(data)]), group=group).tolist()
-    size = max(sizes)
-    padded = mx.array(list(data.ljust(size)), mx.uint8)
-    parts = bytes(mx.distributed.all_gather(padded, group=group))
-    return [json.loads(parts[i * size : (i + 1) * size]) for i in range(len(sizes))]
+    all_sizes = mx.distributed.all_gather(mx.array([len(data)]), group=group)
+    most = mx.max(all_sizes).item()
+    padded = mx.array(np.frombuffer(data.ljust(most), np.uint8))
+    everything = bytes(memoryview(mx.distributed.all_gather(padded, group=group)))
+    return [json.loads(everything[i : i + most]) for i in range(0, len(everything), most)]
 
 
 def agree(function, group):
     """function() on every rank; an error on any of them is a ValueError on all."""
     if group is None:
         return function()
-    value = own = None
+    value = failure = None
     try:
         value = function()
     except (ValueError, OSError) as error:
-        own = str(error)
-    for rank, reason in enumerate(exchange(own, group)):
-        if reason is not None:
-            raise ValueError(f"rank {rank}: {reason}")
+        failure = str(error)
+    for rank, message in enumerate(exchange(failure, group)):
+        if message is not None:
+            raise ValueError(f"rank {rank}: {message}")
     return value
 
 
