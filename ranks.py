@@ -48,7 +48,7 @@ def exchange(value, group):
     all_sizes = mx.distributed.all_gather(mx.array([len(data)]), group=group)
     most: Any = mx.max(all_sizes).item()
     padded = mx.array(np.frombuffer(data.ljust(most), np.uint8))
-    everything = bytes(memoryview(mx.distributed.all_gather(padded, group=group)))
+    everything = np.array(mx.distributed.all_gather(padded, group=group)).tobytes()
     return [json.loads(everything[i : i + most]) for i in range(0, len(everything), most)]
 
 
