@@ -381,6 +381,7 @@ def test_json(fake):
         "seconds": 0.5,
         "tokens_per_second": 10.0,
         "stop": "eos",
+        "unknown": 0,
     }
     assert json.loads(fake("--json", "--regular-decode").out)["mode"] == "regular"
     assert json.loads(fake("--json", "--draft-model", "d").out)["mode"] == "speculative"
@@ -709,11 +710,12 @@ def test_demo_samples():
     assert demo_json(*hot, "--top-k", "1")["text"] == demo_json("--regular-decode")["text"] != text
 
 
-def test_demo_is_silent_about_long_and_odd_prompts():
+def test_demo_names_what_it_does_not_know_of_long_and_odd_prompts():
     text = ("words and words " * 700) + "\x00\t\n😀 שלום <extra_id_0> </s>"
     result = demo("--prompt", "-", "-m", "5", stdin=text.encode())
     assert result.returncode == 0
-    assert len(result.err.splitlines()) == 1
+    note, _ = result.err.splitlines()
+    assert note.startswith("note: ") and r"'\n', '😀', " in note and ": 8 times" in note
 
 
 def test_demo_refuses_what_is_no_model(tmp_path):
