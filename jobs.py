@@ -7,7 +7,6 @@ computed again. Where several processes take every n-th prompt, the first one wr
 import fcntl
 import hashlib
 import json
-import os
 import queue
 import sys
 import threading
@@ -41,7 +40,7 @@ class Answers:
         self.keys = [
             {"index": i, "hash": digest.hexdigest()[:16]} for i, digest in enumerate(hashes)
         ]
-        self.file = os.open(path, os.O_RDWR | os.O_CREAT | os.O_APPEND, 0o666)
+        self.file = open(path, "ab", buffering=0)
         try:
             fcntl.flock(self.file, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except OSError:
@@ -58,13 +57,13 @@ class Answers:
                 except (ValueError, LookupError, TypeError):
                     what = f"line {number} is no answer that this program wrote"
                     raise ValueError(f"--output {path}: {what}") from None
-        os.ftruncate(self.file, end)
+        self.file.truncate(end)
         self.missing = [i for i, key in enumerate(self.keys) if tuple(key.values()) not in found]
 
     def write(self, i, result):
         line = json.dumps(self.keys[i] | result).encode() + b"\n"
         while line:
-            line = line[os.write(self.file, line) :]
+            line = line[self.file.write(line) :]
 
 
 def answer_all(args, prompts, answer, apart, group):
@@ -96,11 +95,15 @@ def answer_all(args, prompts, answer, apart, group):
             bar = f"\r[{'#' * (30 * done // len(prompts)):<30}] {done}/{len(prompts)}"
             command.say(bar, end="\n" * (done == len(prompts)))
 
-    if apart:
-        take_turns(places, answer, write, apart)
-    else:
-        for i in places:
-            write(i, answer(i))
+    try:
+        if apart:
+            take_turns(places, answer, write, apart)
+        else:
+            for i in places:
+                write(i, answer(i))
+    finally:
+        if answers:
+            answers.file.close()
 
 
 def settings(args):
