@@ -448,7 +448,8 @@ class T5(nn.Module):
             whole = rows(0, high)
             parts = [part for n in sample if n < high for part in ((0, n), (n, n + 1))]
             same = (mx.array_equal(rows(i, j), whole[i:j], equal_nan=True) for i, j in parts)
-            same = (all(ranks.exchange(rows_agree.item(), group)) for rows_agree in same)
+            if group:  # all ranks compute all rows, then what all of them found counts
+                same = ranks.exchange(all([agree.item() for agree in same]), group)
             if all(same):
                 return
         self.fewest = self.most = 1

@@ -88,42 +88,48 @@ def probe(folder, size, model):
     return json.loads(out)
 
 
-def test_a_divided_model_has_the_logits_and_rows_of_the_whole_one(tmp_path):
-    """One process and four; rows have equal bits at all widths also where four parts are added."""
+@pytest.fixture
+def whole(request):
+    if not request.config.getoption("--whole"):
+        pytest.skip("takes long; --whole runs it")
+
+
+def test_a_divided_model_has_the_logits_and_rows_of_the_whole_one(tmp_path, request):
+    """One process and two (--whole: four); rows have equal bits at all widths also where four parts are added."""
     whole, _, all_bytes = probe(tmp_path, 1, DEMO)
-    parts, same, part_bytes = probe(tmp_path, 4, DEMO)
+    parts, same, part_bytes = probe(tmp_path, 4 if request.config.getoption("--whole") else 2, DEMO)
     largest = max(abs(x) for row in whole for x in row)
     differences = (abs(a - b) for x, y in zip(whole, parts, strict=True) for a, b in zip(x, y))  # noqa: B905
     assert max(differences) < 1e-5 * largest
     assert same
-    assert part_bytes < 0.7 * all_bytes  # the embedding is whole
+    assert part_bytes < 0.8 * all_bytes  # the embedding is whole
 
 
 @pytest.mark.parametrize("quantize", [False, True])
-def test_gated_and_quantized_models(tmp_path, quantize):
+def test_gated_and_quantized_models(tmp_path, quantize, whole):
     source = ROOT / "tests" / "golden" / "flan-t5"
     if quantize:
         from convert import convert
 
         convert(DEMO, str(tmp_path / "model"), quantize=True, group_size=32)
         source = tmp_path / "model"
-    whole, parts = (probe(tmp_path, size, source) for size in (1, 2))
-    largest = max(abs(x) for row in whole[0] for x in row)
-    pairs = [(a, b) for x, y in zip(whole[0], parts[0], strict=True) for a, b in zip(x, y)]  # noqa: B905
+    alone, parts = (probe(tmp_path, size, source) for size in (1, 2))
+    largest = max(abs(x) for row in alone[0] for x in row)
+    pairs = [(a, b) for x, y in zip(alone[0], parts[0], strict=True) for a, b in zip(x, y)]  # noqa: B905
     assert max(abs(a - b) for a, b in pairs) < (2e-2 if quantize else 1e-5) * largest
     assert parts[1]
 
 
 def test_rank_0_alone_speaks(tmp_path):
-    (status, out, err), other = together(tmp_path, 2, "--compare", "--json")
+    (status, out, err), other = together(tmp_path, 2, "--compare", "--json", "-m", "20")
     assert (status, err) == (0, "") and other == (0, "", "")
     assert json.loads(out)["identical"]
-    ((_, alone, _),) = together(tmp_path, 1, "--json")
-    assert json.loads(out)["token_ids"] == json.loads(alone)["token_ids"]
 
 
 @pytest.mark.parametrize("case", ["missing", "different", "heads"])
-def test_an_error_of_any_rank_ends_all(tmp_path, case):
+def test_an_error_of_any_rank_ends_all(tmp_path, case, request):
+    if case == "heads":
+        request.getfixturevalue("whole")
     size = 3 if case == "heads" else 2
     folders = [tmp_path / str(rank) for rank in range(size)]
     for rank, folder in enumerate(folders):
@@ -150,7 +156,9 @@ def test_bad_options_are_told_once(tmp_path):
 
 
 @pytest.mark.parametrize("options", [[], ["--data-parallel"]])
-def test_a_rank_that_dies_ends_all(tmp_path, options):
+def test_a_rank_that_dies_ends_all(tmp_path, options, request):
+    if options:
+        request.getfixturevalue("whole")
     (tmp_path / "in.jsonl").write_text('{"prompt": "replace a with b: A cat."}\n' * 100_000)
     command = [str(ROOT / "main.py"), "--prompts-file", str(tmp_path / "in.jsonl"), *options]
     processes = start(tmp_path, 2, [*command, "-m", "3", "--regular-decode"])
