@@ -38,29 +38,31 @@ def join():
 
 def exchange(value, group):
     """A value that JSON can hold, from each rank -> the list of all."""
-    import mlx.core as mx
-
     if group is None:
         return [value]
+    import mlx.core as mx
+    import numpy as np
+
     data = json.dumps(value).encode()
-    sizes = mx.distributed.all_gather(mx.array([len(data)]), group=group).tolist()
-    data = mx.array(memoryview(data.ljust(max(sizes))))
-    data = bytes(mx.distributed.all_gather(data, group=group)).decode()
-    return [json.loads(data[i * max(sizes) : (i + 1) * max(sizes)]) for i in range(len(sizes))]
+    all_sizes = mx.distributed.all_gather(mx.array([len(data)]), group=group)
+    most = max(np.array(all_sizes).tolist())
+    padded = mx.array(np.frombuffer(data.ljust(most), np.uint8))
+    everything = np.array(mx.distributed.all_gather(padded, group=group)).tobytes()
+    return [json.loads(everything[i : i + most]) for i in range(0, len(everything), most)]
 
 
 def agree(function, group):
     """function() on every rank; an error on any of them is a ValueError on all."""
     if group is None:
         return function()
-    value = error = None
+    value = failure = None
     try:
         value = function()
-    except (ValueError, OSError) as reason:
-        error = str(reason)
-    for rank, reason in enumerate(exchange(error, group)):
-        if reason is not None:
-            raise ValueError(f"rank {rank}: {reason}")
+    except (ValueError, OSError) as error:
+        failure = str(error)
+    for rank, message in enumerate(exchange(failure, group)):
+        if message is not None:
+            raise ValueError(f"rank {rank}: {message}")
     return value
 
 
