@@ -447,7 +447,7 @@ class T5(nn.Module):
             self.fewest, self.most = low, high
             whole = rows(0, high)
             parts = [part for n in sample if n < high for part in ((0, n), (n, n + 1))]
-            same: Any = (mx.array_equal(rows(i, j), whole[i:j], equal_nan=True) for i, j in parts)
+            same = (mx.array_equal(rows(i, j), whole[i:j], equal_nan=True) for i, j in parts)
             if group:  # all ranks compute all rows, then what all of them found counts
                 same = ranks.exchange(all([agree.item() for agree in same]), group)
             if all(same):

@@ -8,7 +8,6 @@ import hashlib
 import json
 import os
 import sys
-from typing import Any
 
 NUMBERS = "MLX_RANK", "OMPI_COMM_WORLD_RANK", "PMI_RANK"  # mlx.launch's, Open MPI's, MPICH's
 SAMPLES, SAMPLE = 256, 4096  # of a file: how many, bytes of each
@@ -46,7 +45,7 @@ def exchange(value, group):
 
     data = json.dumps(value).encode()
     all_sizes = mx.distributed.all_gather(mx.array([len(data)]), group=group)
-    most: Any = mx.max(all_sizes).item()
+    most = max(np.array(all_sizes).tolist())
     padded = mx.array(np.frombuffer(data.ljust(most), np.uint8))
     everything = np.array(mx.distributed.all_gather(padded, group=group)).tobytes()
     return [json.loads(everything[i : i + most]) for i in range(0, len(everything), most)]
