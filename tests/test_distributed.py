@@ -95,11 +95,7 @@ def whole(request):
 
 
 def test_a_divided_model_has_the_logits_and_rows_of_the_whole_one(tmp_path, request):
-<<<<<<< HEAD
-    """One process and two (--whole: four); rows keep their bits at all widths there, too."""
-=======
     """One process and two (--whole: four, whose parts have to be added in one order)."""
->>>>>>> main
     whole, _, all_bytes = probe(tmp_path, 1, DEMO)
     size = 4 if request.config.getoption("--whole") else 2
     parts, same, part_bytes = probe(tmp_path, size, DEMO)
