@@ -8,6 +8,8 @@ import pytest
 torch = pytest.importorskip("torch", reason="the live comparison needs PyTorch")
 sys.path.insert(0, str(Path(__file__).parents[1]))
 
+torch.set_num_threads(1)  # of tiny models: more would wait for each other
+
 import mlx.core as mx  # noqa: E402
 import numpy as np  # noqa: E402
 from make_golden import FAMILIES, GOLDEN  # noqa: E402
