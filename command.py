@@ -36,6 +36,16 @@ def refuse(message):
     raise ValueError(message)
 
 
+def parse(parser, argv=None):
+    """parser.parse_args, whose errors `run` says, without what argparse makes of --option=--: a
+    list until Python 3.12."""
+    parser.error = refuse
+    args = parser.parse_args(argv)
+    if any(value in ([], "--") for value in vars(args).values()):
+        refuse("-- is not the value of an option")
+    return args
+
+
 def one_line(error):
     """What an exception says, in one line of bounded length."""
     reason = " ".join(str(error).split()) or type(error).__name__

@@ -139,7 +139,6 @@ def start(argv):
         description="Copy a T5 to a new folder, cast or quantized. Defaults in parentheses.",
         argument_default=argparse.SUPPRESS,  # what is not given is left to convert()
     )
-    parser.error = command.refuse  # type: ignore
     add = parser.add_argument
     add("--model", required=True, metavar="M", help="a local folder or a Hugging Face id")
     add("--out", required=True, metavar="FOLDER", help="what to write; it must not exist")
@@ -147,9 +146,7 @@ def start(argv):
     add("--quantize", action="store_true", help="quantize the matrices")
     add("--bits", type=int, metavar="N", help="4 or 8 bits per weight (4)")
     add("--group-size", type=int, metavar="N", help="32, 64 or 128 weights share a scale (64)")
-    options = vars(parser.parse_args(argv))
-    if [] in options.values():  # what argparse makes of --out=--
-        parser.error("-- is not the value of an option")
+    options = vars(command.parse(parser, argv))
     if "quantize" not in options and {"bits", "group_size"} & options.keys():
         parser.error("--bits and --group-size need --quantize")
     before, after, skipped = convert(**options)

@@ -44,7 +44,6 @@ def parse_arguments(argv=None):
         description="Write text with a T5, a folder or a Hugging Face id. Defaults in parentheses.",
         allow_abbrev=False,
     )
-    parser.error = command.refuse  # type: ignore
     add = (group := parser.add_argument_group("text")).add_argument
     add("--model", "--model-name", default=DEFAULT_MODEL, metavar="M", help="target model (demo)")
     add("--adapter-path", metavar="FOLDER", help="LoRA weights for the target model (mlx-lm)")
@@ -82,9 +81,7 @@ def parse_arguments(argv=None):
     add("--compare", action="store_true", help="plain decoding, too: both times, their ratio")
     add("--json", action="store_true", help="one JSON object instead of the text")
 
-    args = parser.parse_args(argv)
-    if [] in vars(args).values():  # what argparse makes of --temp=--
-        parser.error("-- is not the value of an option")
+    args = command.parse(parser, argv)
     args.json |= args.prompts_file is not None
     args.mode = "prompt-lookup" if args.draft_model is None else "speculative"
     args.mode = "regular" if args.regular_decode else args.mode
