@@ -239,7 +239,7 @@ def random(*shapes):
 
 
 class KeysAndValues:
-    """What one layer's attention looks at; see model.KeysAndValues.
+    """What one layer's attention looks at; see layers.KeysAndValues.
 
     Keys lie as (heads, d_kv, positions), values as (heads, positions, d_kv), in float32. Sums over
     positions are made in chunks, and what is masked adds exact zeros, so that a row's bits depend
@@ -385,7 +385,7 @@ def attend_whole(q, k, v, bias):
 
 
 class Activation(nn.Module):
-    """model.Activation; for many rows in NumPy where it has an exp in it."""
+    """layers.Activation; for many rows in NumPy where it has an exp in it."""
 
     def __init__(self, original):
         super().__init__()

@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 import cpu
-from model import ACTIVATIONS, Activation
+from layers import ACTIVATIONS, Activation
 
 ROOT = Path(__file__).parent.parent
 GOLDEN = Path(__file__).parent / "golden"

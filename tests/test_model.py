@@ -426,6 +426,35 @@ def test_one_evaluation_per_pass(monkeypatch):
     assert in_passes - 2 * (len(evaluations) - before) == stream.stats.passes
 
 
+def test_equal_prompts_are_encoded_once(model, monkeypatch):
+    """Once in a row, and not where the weights are others by then."""
+    encoded = []
+    encode = type(model).encode
+    monkeypatch.setattr(
+        type(model), "encode", lambda self, ids: encoded.append(ids.tolist()) or encode(self, ids)
+    )
+
+    def first_logits(ids):
+        cache, token = model.start(ids)
+        return model.decode(token, cache)
+
+    one, other = [5, 6, 7], [5, 6]
+    results = [first_logits(ids) for ids in (one, one, other, one)]
+    assert encoded == [one, other, one]
+    assert all(mx.array_equal(results[i], results[0]) for i in (1, 3))
+    assert not mx.array_equal(results[2], results[0])
+    norm = model.encoder.final_layer_norm
+    before = norm.weight
+    norm.weight = 2 * before
+    changed = first_logits(one)
+    norm.weight = before
+    assert not mx.array_equal(changed, results[0])
+    assert mx.array_equal(first_logits(one), results[0])
+    model.forget()
+    first_logits(one)
+    assert encoded == [one, other, one, one, one, one]
+
+
 def test_training_lowers_the_loss():
     """Teacher forcing through mlx.nn and mlx.optimizers, on a tiny T5 made from a config alone."""
     import mlx.nn as nn
