@@ -435,7 +435,7 @@ def prepare(model, few=lambda path, module: isinstance(module, nn.Linear)):
 
     def swap(path, module):
         nonlocal fast
-        if type(module) is nn.RMSNorm:
+        if type(module) is nn.RMSNorm and module.weight.dtype == mx.float32:
             return RMSNorm(module.weight, module.eps)
         if type(module).__name__ == "Activation":
             return Activation(module)

@@ -6,13 +6,14 @@ import json
 import os
 import sys
 import warnings
+from copy import copy
 from itertools import chain
 
 import command
 import jobs
 import logits_options
 import ranks
-from text import TextStream, encode, read_text, unknown, unknown_line
+from text import TextStream, encode, encode_chat, read_text, unknown, unknown_line
 
 DEFAULT_MODEL = os.path.join(os.path.dirname(os.path.realpath(__file__)), "demo", "t5-demo")
 DEFAULT_PROMPT = (
@@ -154,15 +155,17 @@ def load_models(args, group):
         draft_model, draft_tokenizer = load(args.draft_model, group)
         both = (model, tokenizer), (draft_model, draft_tokenizer)
         check_draft(*((getattr(m, "config", None), t) for m, t in both))
-    for m in [model, draft_model][: ["regular", "prompt-lookup", "speculative"].index(args.mode)]:
+    for m in (model, draft_model) * (args.mode != "regular" and args.num_draft != 0):
         if refusal := getattr(m, "refusal", ""):
             raise ValueError(refusal)
     reader = functools.partial(encode, tokenizer)
     if hasattr(model, "refusal"):
-        import lm
-
-        chat = {"system": args.system, "chat": not args.no_chat_template}
-        reader = functools.partial(lm.encode, tokenizer, **chat)
+        chat = {"system": args.system, "template": not args.no_chat_template}
+        reader = functools.partial(encode_chat, tokenizer, **chat)
+    else:
+        for name in ("system", "no_chat_template", "adapter_path"):
+            if getattr(args, name):
+                command.say(f"note: --{name.replace('_', '-')} has no effect on a T5")
 
     sampling = {n: getattr(args, n) for n in ("temp", "top_p", "top_k", "seed")}
     asked = logits_options.from_options(args, model)
@@ -174,13 +177,13 @@ def load_models(args, group):
     return (
         reader,
         tokenizer,
-        {
-            "regular": lambda: Decoder(model, model.eos_ids, **sampling),
+        {  # a copy: each decoder reads for itself, see lm.Rereader
+            "regular": lambda: Decoder(copy(model), model.eos_ids, **sampling),
             "prompt-lookup": lambda: PromptLookupDecoder(
-                model, model.eos_ids, **ngrams, **drafting
+                copy(model), model.eos_ids, **ngrams, **drafting
             ),
             "speculative": lambda: SpeculativeDecoder(
-                model, draft_model, model.eos_ids, **drafting
+                copy(model), copy(draft_model), model.eos_ids, **drafting
             ),
         },
     )

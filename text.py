@@ -32,6 +32,24 @@ def encode(tokenizer, where, text):
     return ids
 
 
+def encode_chat(tokenizer, where, text, system=None, template=True):
+    """Text -> its token ids for a model of mlx-lm, as a user's message in the chat template where
+    its tokenizer has one. ValueError where there is no text."""
+    if not text.strip():
+        raise ValueError(f"{where}: the text is empty")
+    messages = [{"role": "system", "content": system}] * (system is not None)
+    messages += [{"role": "user", "content": text}]
+    template = template and tokenizer.has_chat_template
+    try:
+        if template:
+            form = {"tokenize": False, "add_generation_prompt": True}
+            text = tokenizer.apply_chat_template(messages, **form)
+        text.encode()
+        return tokenizer.encode(text, add_special_tokens=not template)
+    except Exception as error:  # a template may refuse a system message, for instance
+        raise ValueError(f"{where} cannot be encoded: {error or type(error).__name__}") from None
+
+
 def unknown(tokenizer, text):
     """The characters of the text that are lost on the model, in their order, each time they occur:
     they have no token, or count no more than a space, or nothing."""

@@ -3,10 +3,10 @@
 The models are tiny and random, the tokenizer has a word for each number.
 """
 
+import copy
 import functools
 import json
-import subprocess
-import sys
+import re
 from pathlib import Path
 
 import mlx.core as mx
@@ -21,8 +21,10 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
 import lm
+import main
 from decoder import Decoder, SpeculativeDecoder
 from prompt_lookup import PromptLookupDecoder
+from text import encode_chat
 
 ROOT = Path(__file__).parent.parent
 VOCAB = 64
@@ -95,7 +97,7 @@ def test_greedy_text_is_mlx_lms(folder, kind):
     model, _ = lm.load(folder(kind))
     draft_model, _ = lm.load(folder(kind, 1))
     assert model.eos_ids == (1, 2)
-    prompt = lm.encode(tokenizer, "here", PROMPT)
+    prompt = encode_chat(tokenizer, "here", PROMPT)
     responses = mlx_lm.stream_generate(own, tokenizer, prompt, max_tokens=60)
     expected = [r.token for r in responses]
     while expected and expected[-1] in (1, 2):
@@ -118,35 +120,42 @@ def test_prompt_is_what_mlx_lm_makes_of_it(folder):
     _, tokenizer = lm.load(folder("llama"))
     messages = [{"role": "system", "content": "w3"}, {"role": "user", "content": "w4 w5"}]
     chat = tokenizer.apply_chat_template(messages, add_generation_prompt=True)
-    assert lm.encode(tokenizer, "here", "w4 w5", "w3") == chat == [60, 58, 3, 60, 59, 4, 5, 61]
-    assert lm.encode(tokenizer, "here", "w4 w5", "w3", chat=False) == [4, 5]
+    assert encode_chat(tokenizer, "here", "w4 w5", "w3") == chat == [60, 58, 3, 60, 59, 4, 5, 61]
+    assert encode_chat(tokenizer, "here", "w4 w5", "w3", template=False) == [4, 5]
     with pytest.raises(ValueError, match="here: the text is empty"):
-        lm.encode(tokenizer, "here", " \n")
+        encode_chat(tokenizer, "here", " \n")
+
+
+def spy(model):
+    """The widths of the passes that it makes from now on."""
+    fed, inner = [], model.model
+
+    def call(tokens, cache):
+        fed.append(tokens.shape[1])
+        return inner(tokens, cache=cache)
+
+    call.layers, model.model = inner.layers, call
+    return fed
 
 
 def test_common_beginning_is_read_once_and_in_pieces(folder):
     model, _ = lm.load(folder("llama"))
-    fed, inner = [], model.model
-
-    def spy(tokens, cache):
-        fed.append(tokens.shape[1])
-        return inner(tokens, cache=cache)
-
-    model.model = spy
-    spy.layers = inner.layers
-    first = mx.random.randint(3, VOCAB, (5000,), key=mx.random.key(0))
-    plain = Decoder(model, None)
-    text = ids(plain.stream(first, 8))
-    assert fed[:3] == [2048, 2048, 903] and max(fed[3:]) == 1
+    fed = spy(model)
+    first = mx.random.randint(3, VOCAB, (1500,), key=mx.random.key(0))
+    other = mx.concatenate([first[:1100], first[:11]])
+    text = ids(Decoder(model, None).stream(first, 8))
+    assert fed == [512, 512, 475] + [1] * 8
     fed.clear()
-    other = mx.concatenate([first[:4000], first[:11]])
     result = ids(PromptLookupDecoder(model, None).stream(other, 8))
-    assert fed[0] == 10
-    fresh = lm.Adapter(inner)
-    assert result == ids(Decoder(fresh, None).stream(other, 8))
+    assert fed[0] == 1110 - 1024
     fed.clear()
-    assert ids(plain.stream(first, 8)) == text
-    assert fed[0] == 999
+    assert ids(Decoder(model, None).stream(first, 8)) == text
+    assert fed == [475] + [1] * 8
+    again = copy.copy(model)
+    again.last = [], []
+    fed.clear()
+    assert ids(Decoder(again, None).stream(other, 8)) == result
+    assert fed[:3] == [512, 512, 86]
 
 
 def test_streams_may_take_turns(folder):
@@ -158,39 +167,48 @@ def test_streams_may_take_turns(folder):
     assert [list(text) for text in zip(*both, strict=True)] == alone
 
 
-def run(*options):
-    command = [sys.executable, "main.py", *options]
-    return subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=120)
+@pytest.fixture
+def run(capsys):
+    """main.py in this process -> status, standard output, standard error."""
+
+    def call(*options):
+        status = main.main(list(map(str, options)))
+        return status, *capsys.readouterr()
+
+    return call
 
 
-def test_command_line(folder, tmp_path):
+def test_command_line(folder, run):
     own, tokenizer = mlx_lm.load(folder("qwen3"))
-    chat = lm.encode(tokenizer, "here", PROMPT)
+    chat = encode_chat(tokenizer, "here", PROMPT)
     expected = mlx_lm.generate(own, tokenizer, chat, max_tokens=30)
-    options = "--model", folder("qwen3"), "--prompt", PROMPT, "-m", "30", "--compare", "--json"
-    result = json.loads(run(*options).stdout)
+    options = "--model", folder("qwen3"), "--prompt", PROMPT, "-m", 30, "--compare", "--json"
+    result = json.loads(run(*options)[1])
     assert result["text"] == expected and result["identical"]
     assert result["prompt_tokens"] == len(chat)
-    result = json.loads(run(*options, "--ignore-chat-template").stdout)
+    result = json.loads(run(*options, "--ignore-chat-template")[1])
     assert result["prompt_tokens"] == len(PROMPT.split())
-    draft = run(*options, "--draft-model", folder("qwen3", 1))
-    assert json.loads(draft.stdout)["text"] == expected, draft.stderr
+    _, draft, errors = run(*options, "--draft-model", folder("qwen3", 1))
+    assert json.loads(draft)["text"] == expected, errors
 
 
-def test_refused_in_one_line(folder):
-    for options, reason in [
-        (["--model", folder("mamba")], "cannot be rewound: use --regular-decode"),
-        (["--model", folder("llama"), "--draft-model", folder("mamba")], "cannot be rewound"),
-    ]:
-        result = run(*options, "--prompt", PROMPT, "-m", "5")
-        assert result.returncode == 2 and result.stderr.count("\n") == 1, result.stderr
-        assert reason in result.stderr
-    plain = run("--model", folder("mamba"), "--prompt", PROMPT, "-m", "5", "--regular-decode")
-    assert plain.returncode == 0, plain.stderr
+def test_refused_in_one_line(folder, run):
+    for options in (
+        ["--model", folder("mamba")],
+        ["--model", folder("llama"), "--draft-model", folder("mamba")],
+    ):
+        status, _, errors = run(*options, "--prompt", PROMPT, "-m", 5)
+        assert status == 2 and errors.count("\n") == 1
+        assert "(ArraysCache) cannot be rewound: use --regular-decode" in errors
+    plain = "--model", folder("mamba"), "--prompt", PROMPT, "-m", 5
+    texts = [run(*plain, *option) for option in (["--regular-decode"], ["--num-draft", 0])]
+    assert texts[0][:2] == texts[1][:2] and texts[0][0] == 0
 
 
 def test_the_readme_quotes_the_adapter():
     section = (ROOT / "README.md").read_text().partition("\n## Your own MLX model")[2]
     blocks = section.split("```python\n")[1:]
     quoted = next(b.partition("```")[0] for b in blocks if "class Adapter" in b)
-    assert quoted.strip() in (ROOT / "lm.py").read_text()
+    imports, code = re.split(r"\n\n", quoted, maxsplit=1)
+    source = (ROOT / "lm.py").read_text()
+    assert code.strip() in source and set(imports.split("\n")) <= set(source.split("\n"))
