@@ -1,7 +1,46 @@
-"""What every command does about closed or full standard streams, errors and interruptions."""
+"""What every command does about standard streams, signals, arguments and errors."""
 
+import contextlib
 import os
+import signal
 import sys
+
+endings: list = []  # functions without arguments, called when a signal ends the process
+
+
+def begin(*others):
+    """Before a command imports what takes time, or opens files. Ctrl-C and the other signals end
+    the process without a word from here on."""
+    open_streams()
+    for number in (signal.SIGINT, *others):
+        if signal.getsignal(number) is not signal.SIG_IGN:
+            signal.signal(number, end)
+
+
+def end(number, _frame):
+    """At once: an exception could be lost in a library."""
+    try:
+        for ending in endings:
+            ending()
+    finally:
+        os._exit(128 + number)
+
+
+@contextlib.contextmanager
+def folder(path):
+    """A new folder that is removed at the end of the context, or when a signal ends it."""
+    import shutil
+
+    def remove():
+        shutil.rmtree(path, ignore_errors=True)
+
+    endings.append(remove)
+    try:
+        os.mkdir(path, 0o700)
+        yield path
+    finally:
+        remove()
+        endings.remove(remove)
 
 
 def open_streams():
@@ -41,9 +80,23 @@ def parse(parser, argv=None):
     list until Python 3.12."""
     parser.error = refuse
     args = parser.parse_args(argv)
-    if any(value in ([], "--") for value in vars(args).values()):
+    if any(value == [] or str(value) == "--" for value in vars(args).values()):
         refuse("-- is not the value of an option")
     return args
+
+
+def between(low, high=2**31 - 1, kind=int, auto=False):
+    """An argparse type: a number from low to high, or "auto" (None) where that is allowed."""
+    import argparse
+
+    def number(text):  # argparse shows its name where kind() fails
+        if auto and text == "auto":
+            return None
+        if text.strip("0123456789.eE+-") or not low <= kind(text) <= high:
+            raise argparse.ArgumentTypeError(f"{text!r:.50} is not a number from {low} to {high}")
+        return kind(text)
+
+    return number
 
 
 def one_line(error):
@@ -57,7 +110,11 @@ def run(name, function):
     bad input; 130 for Ctrl-C."""
     open_streams()
     try:
-        function()
+        try:
+            function()
+        except SystemExit as done:  # --help
+            if done.code:
+                raise
         sys.stdout.flush()
         return 0
     except (KeyboardInterrupt, BrokenPipeError) as end:

@@ -7,28 +7,24 @@ tokenizer and model.safetensors. Tensors are read and changed one after another,
 written is loaded once: the result has to fit in memory, not the checkpoint.
 """
 
-import os
 import signal
 
-if __name__ == "__main__" and signal.getsignal(signal.SIGINT) is not signal.SIG_IGN:
-    signal.signal(signal.SIGINT, lambda *_: os._exit(130))  # quiet while libraries are imported
-
-import argparse  # noqa: E402
-import json  # noqa: E402
-import shutil  # noqa: E402
-import sys  # noqa: E402
-import tempfile  # noqa: E402
-from pathlib import Path  # noqa: E402
-
-import command  # noqa: E402
+import command
 
 if __name__ == "__main__":
-    command.open_streams()  # before a library opens a file
+    command.begin(signal.SIGTERM, signal.SIGHUP)
 
-import mlx.core as mx  # noqa: E402
+import argparse
+import json
+import os
+import shutil
+import sys
+from pathlib import Path
 
-import checkpoint  # noqa: E402
-from model import load  # noqa: E402
+import mlx.core as mx
+
+import checkpoint
+from model import load
 
 DTYPES = {"float32": mx.float32, "bfloat16": mx.bfloat16, "float16": mx.float16}
 
@@ -55,31 +51,28 @@ def convert(model, out, dtype=None, quantize=False, bits=4, group_size=64):
             f"{bits} bits in groups of {group_size}: must be 4 or 8 bits in groups of 32, 64 or 128"
         )
     quantization = {"group_size": group_size, "bits": bits} if quantize else None
-    work = None
+    there = next(parent for parent in out.absolute().parents if parent.exists())
+    work = there / f".{out.name}.{os.urandom(4).hex()}"
     try:
         folder = checkpoint.find_folder(model)
         if checkpoint.read_config(folder).quantization:
             raise ValueError("this checkpoint is quantized already; convert the original one")
         tensors = checkpoint.open_tensors(folder)
         before = sum(tensor.nbytes for tensor in tensors.values())
-        there = next(parent for parent in out.absolute().parents if parent.exists())
-        work = Path(tempfile.mkdtemp(prefix=f".{out.name}.", dir=there))
-        skipped = _write_tensors(tensors, work, DTYPES.get(dtype), quantization)
-        _copy_files(folder, work, dtype, quantization)
-        after = (work / "model.safetensors").stat().st_size
-        load(work)  # what was written works, or is not kept
-        work.chmod(0o755)
-        out.parent.mkdir(parents=True, exist_ok=True)
-        os.rename(work, out)
+        with command.folder(work):
+            skipped = _write_tensors(tensors, work, DTYPES.get(dtype), quantization)
+            _copy_files(folder, work, dtype, quantization)
+            after = (work / "model.safetensors").stat().st_size
+            load(work)  # what was written works, or is not kept
+            work.chmod(0o755)
+            out.parent.mkdir(parents=True, exist_ok=True)
+            os.rename(work, out)
         return before, after, skipped
     except (OSError, RuntimeError) as error:  # RuntimeError: MLX's, for instance on a full disk
         reason = getattr(error, "strerror", None) or error
         raise ValueError(f"cannot write {out}: {reason}") from None
     except ValueError as error:
         raise ValueError(f"{model}: {str(error).removeprefix(f'{work}: ')}") from None
-    finally:
-        if work is not None:
-            shutil.rmtree(work, ignore_errors=True)
 
 
 def _write_tensors(tensors, work, dtype, quantization):
@@ -125,16 +118,6 @@ def _copy_files(folder, work, dtype, quantization):
 
 
 def main(argv=None):
-    """The command line -> its exit status, see `command.run`."""
-    if signal.getsignal(signal.SIGINT) is not signal.SIG_IGN:
-        signal.signal(signal.SIGINT, signal.default_int_handler)
-    for signum in signal.SIGTERM, signal.SIGHUP:  # so that nothing is left behind
-        if signal.getsignal(signum) is not signal.SIG_IGN:
-            signal.signal(signum, lambda number, _: sys.exit(128 + number))
-    return command.run("convert.py", lambda: start(argv))
-
-
-def start(argv):
     parser = argparse.ArgumentParser(
         description="Copy a T5 to a new folder, cast or quantized. Defaults in parentheses.",
         argument_default=argparse.SUPPRESS,  # what is not given is left to convert()
@@ -156,4 +139,4 @@ def start(argv):
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(command.run("convert.py", main))

@@ -1,5 +1,10 @@
 """Write text with a T5 in fewer passes: `python main.py --prompt "..." --color`."""
 
+import command
+
+if __name__ == "__main__":
+    command.begin()
+
 import argparse
 import functools
 import json
@@ -9,10 +14,10 @@ import warnings
 from copy import copy
 from itertools import chain
 
-import command
 import jobs
 import logits_options
 import ranks
+from command import between
 from text import TextStream, encode, encode_chat, read_text, unknown, unknown_line
 
 DEFAULT_MODEL = os.path.join(os.path.dirname(os.path.realpath(__file__)), "demo", "t5-demo")
@@ -23,19 +28,6 @@ DEFAULT_PROMPT = (
 )
 # An underline, since hue alone is lost on some readers; magenta contrasts with black and white.
 DRAFTED, RESET = "\033[4;35m", "\033[0m"
-
-
-def between(low, high=2**31 - 1, kind=int, auto=False):
-    """An argparse type: a number from low to high, or "auto" (None) where that is allowed."""
-
-    def number(text):  # argparse shows its name where kind() fails
-        if auto and text == "auto":
-            return None
-        if text.strip("0123456789.eE+-") or not low <= kind(text) <= high:
-            raise argparse.ArgumentTypeError(f"{text!r:.50} is not a number from {low} to {high}")
-        return kind(text)
-
-    return number
 
 
 def parse_arguments(argv=None):
@@ -257,6 +249,12 @@ def run(args, color):
         show(json.dumps(result) + "\n" if args.json else "")
 
 
+def end_line(color):
+    """After Ctrl-C."""
+    for terminal in [descriptor for descriptor in (1, 2) if os.isatty(descriptor)][:1]:
+        os.write(terminal, f"{RESET * color}\n".encode())
+
+
 def main(argv=None):
     """The command line -> its exit status, see `command.run`."""
 
@@ -268,13 +266,8 @@ def main(argv=None):
         no_color = os.environ.get("NO_COLOR") or os.environ.get("TERM") == "dumb"
         color = sys.stdout.isatty() and not no_color if args.color is None else args.color
         sys.stdout.reconfigure(errors="replace")  # type: ignore
-        try:
-            run(args, color)
-        except KeyboardInterrupt:
-            for stream in sys.stdout, sys.stderr:
-                if stream.isatty():
-                    print(RESET * color, file=stream, flush=True)
-            raise
+        command.endings.append(lambda: end_line(color))
+        run(args, color)
 
     return command.run("main.py", start)
 

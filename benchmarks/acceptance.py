@@ -9,26 +9,28 @@ With shared Gumbel noise a draft token is accepted where both models' argmax(log
 is measured with the decoders' own sampler.
 """
 
+from start import ROOT, command
+
+# isort: split
 import argparse
 import json
 import sys
 
-from common import ROOT
+import mlx.core as mx
 
-sys.path.insert(0, str(ROOT))
-import mlx.core as mx  # noqa: E402
-
-from decoder import Decoder, Sampler  # noqa: E402
-from model import load  # noqa: E402
+from decoder import Decoder, Sampler
+from model import load
 
 
 def main():
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("--temp", type=float, nargs="+", default=[0.5, 1.0, 1.5])
-    parser.add_argument("--prompts", type=int, default=60)
-    args = parser.parse_args()
+    parser.add_argument(
+        "--temp", type=command.between(1e-6, 1e6, float), nargs="+", default=[0.5, 1.0, 1.5]
+    )
+    parser.add_argument("--prompts", type=command.between(1, 400), default=60)
+    args = command.parse(parser)
     model, tokenizer = load(str(ROOT / "demo" / "t5-demo"))
     draft, _ = load(str(ROOT / "demo" / "t5-demo-draft"))
     lines = open(ROOT / "demo" / "edits.jsonl").read().splitlines()
@@ -53,4 +55,4 @@ def main():
 
 
 if __name__ == "__main__":
-    main()
+    sys.exit(command.run("acceptance.py", main))

@@ -1,9 +1,11 @@
 """What the benchmarks share: checkpoints by size, engines that live in processes of their own."""
 
+from start import command
+
+# isort: split
 import contextlib
 import json
 import os
-import signal
 import subprocess
 import sys
 import tempfile
@@ -13,13 +15,16 @@ from statistics import median
 
 import widen
 
-ROOT = widen.DEMO.parent.parent
 SIZES = ["demo", *widen.SIZES]
 SETTLE = 0.3  # seconds; idle OpenMP threads keep spinning for 0.2, which would slow the next engine
 
 
-def note(text):
-    print(text, file=sys.stderr, flush=True)
+note = command.say
+
+
+def scratch():
+    """A folder for as long as a context lasts (TMPDIR moves it)."""
+    return command.folder(Path(tempfile.gettempdir(), f"t5-{os.urandom(4).hex()}"))
 
 
 @contextlib.contextmanager
@@ -28,12 +33,10 @@ def checkpoint(size):
     if size == "demo":
         yield widen.DEMO
         return
-    signal.signal(signal.SIGTERM, lambda *_: sys.exit(1))  # so that the folder goes then, too
-    with tempfile.TemporaryDirectory(prefix="t5-") as folder:
+    with scratch() as folder:
         note(f"writing the demo model at {size} size to {folder} (TMPDIR moves it)")
-        out = Path(folder, size)
-        widen.write(widen.DEMO, out, size)
-        yield out
+        widen.write(widen.DEMO, folder / size, size)
+        yield folder / size
 
 
 class Engine:
@@ -89,4 +92,4 @@ def timed(function, *arguments):
     return time.perf_counter() - began, result
 
 
-__all__ = ["Engine", "ROOT", "SIZES", "checkpoint", "median", "note", "serve", "timed"]
+__all__ = ["Engine", "SIZES", "checkpoint", "median", "note", "scratch", "serve", "timed"]

@@ -10,6 +10,9 @@ excluded. Engines take turns, each in a process of its own, with as many threads
 Peers need `pip install torch ctranslate2`; one that is not installed is skipped with a note.
 """
 
+from start import ROOT, command
+
+# isort: split
 import argparse
 import importlib.util
 import json
@@ -17,11 +20,10 @@ import os
 import random
 import subprocess
 import sys
-import tempfile
 import time
 from pathlib import Path
 
-from common import ROOT, SIZES, Engine, checkpoint, median, note, serve, timed
+from common import SIZES, Engine, checkpoint, median, note, scratch, serve, timed
 
 MODES = {
     "mlx": ["regular", "prompt-lookup", "speculative"],
@@ -43,7 +45,6 @@ SECONDS = 540  # no further run is begun that would end later than this
 
 
 def mlx(folder):
-    sys.path.insert(0, str(ROOT))
     import mlx.core as mx
 
     from decoder import Decoder, SpeculativeDecoder
@@ -174,7 +175,6 @@ def serve_engine(name, folder):
 
 def choose_prompts():
     """Token ids: one prompt of 400 tokens, and six that the demo model edits right."""
-    sys.path.insert(0, str(ROOT))
     import mlx.core as mx
 
     from model import load
@@ -204,7 +204,7 @@ def engine_names(peers):
     names = ["mlx"]
     for peer in filter(None, peers.split(",")):
         if peer not in PEERS:
-            raise SystemExit(f"unknown peer {peer!r}; known are {', '.join(PEERS)}")
+            raise ValueError(f"unknown peer {peer!r}; known are {', '.join(PEERS)}")
         missing = [name for name in PEERS[peer] if importlib.util.find_spec(name) is None]
         if missing:
             note(f"{peer} is skipped: pip install {' '.join(missing)}")
@@ -216,8 +216,9 @@ def engine_names(peers):
 def convert_for_ctranslate2(folder, out):
     """In a process of its own: PyTorch must not be loaded where CTranslate2 is timed."""
     code = "import ctranslate2, sys; c = ctranslate2.converters.TransformersConverter(sys.argv[1])"
-    command = [sys.executable, "-c", f"{code}; c.convert(sys.argv[2])", str(folder), str(out)]
-    subprocess.run(command, check=True, stdout=sys.stderr)
+    process = [sys.executable, "-c", f"{code}; c.convert(sys.argv[2])", str(folder), str(out)]
+    if subprocess.run(process, stdout=sys.stderr).returncode:
+        raise RuntimeError("CTranslate2 cannot convert the checkpoint; see its message above")
 
 
 def measure(folders, size, long_prompt, prompts, runs, began):
@@ -270,22 +271,22 @@ def main():
     parser = argparse.ArgumentParser(description="Time decoding at the size of a real T5.")
     parser.add_argument("--size", choices=SIZES, default="demo", help="default: demo")
     parser.add_argument("--peers", default="", help="also: transformers,ctranslate2")
-    parser.add_argument("--runs", type=int, default=3, help="the most runs (default: 3)")
+    parser.add_argument(
+        "--runs", type=command.between(1), default=3, help="the most runs (default: 3)"
+    )
     parser.add_argument("--json", action="store_true", help="one JSON object instead of a table")
     parser.add_argument("--engine", help=argparse.SUPPRESS)
     parser.add_argument("folder", nargs="?", type=Path, help=argparse.SUPPRESS)
-    arguments = parser.parse_args()
+    arguments = command.parse(parser)
     if arguments.engine:
         return serve_engine(arguments.engine, arguments.folder)
-    if arguments.runs < 1:
-        parser.error(f"--runs is {arguments.runs}: at least 1")
 
     began, names = time.perf_counter(), engine_names(arguments.peers)
     long_prompt, prompts = choose_prompts()
-    with checkpoint(arguments.size) as folder, tempfile.TemporaryDirectory() as scratch:
+    with checkpoint(arguments.size) as folder, scratch() as work:
         folders = dict.fromkeys(names, folder)
         if "ctranslate2-int8" in names:
-            converted = Path(scratch, "ctranslate2")
+            converted = work / "ctranslate2"
             convert_for_ctranslate2(folder, converted)
             folders |= {name: converted for name in names if name.startswith("ctranslate2")}
         result = measure(folders, arguments.size, long_prompt, prompts, arguments.runs, began)
@@ -303,4 +304,4 @@ def main():
 
 
 if __name__ == "__main__":
-    main()
+    sys.exit(command.run("decode.py", main))

@@ -13,21 +13,21 @@ to be, as other engines have them, over a fifth of the prompts; the other rows a
 (see cpu.prepare and T5.check_rows).
 """
 
+from start import ROOT, command
+
+# isort: split
+
+import argparse
+import json
+import os
+import shutil
+import subprocess
 import sys
+import time
 from pathlib import Path
 
-ROOT = Path(__file__).parent.parent
-sys.path.insert(0, str(ROOT))
-
-import argparse  # noqa: E402
-import json  # noqa: E402
-import os  # noqa: E402
-import shutil  # noqa: E402
-import subprocess  # noqa: E402
-import tempfile  # noqa: E402
-import time  # noqa: E402
-
-import numpy as np  # noqa: E402
+import numpy as np
+from common import scratch
 
 VOCAB, MAX_TOKENS, LONGEST_DRAFT, HABIT = 512, 20, 24, 0.5
 # Inner sizes: a BLAS picks its method by them. Half precision does not go through it on a CPU.
@@ -230,21 +230,22 @@ def peer(python, folder, dtype, prompts, size):
 
 def main():
     parser = argparse.ArgumentParser(description="Texts that differ with and without drafts.")
-    parser.add_argument("--prompts", type=int, default=2000, help="How many (default 2000).")
+    parser.add_argument(
+        "--prompts", type=command.between(1), default=2000, help="How many (default 2000)."
+    )
     parser.add_argument("--peer", metavar="PYTHON", help="An interpreter that can import torch.")
     parser.add_argument("--model", type=Path, help="A checkpoint instead of random weights.")
     parser.add_argument("--draft-model", type=Path, default=ROOT / "demo/t5-demo-draft")
     parser.add_argument("--only", default="", help="Precisions that contain this, for instance 8.")
     parser.add_argument("--engine", nargs=3, help=argparse.SUPPRESS)
-    options = parser.parse_args()
+    options = command.parse(parser)
     if options.engine:
         folder, dtype, n = options.engine
         transformers_process(folder, dtype, make_prompts(int(n)))
         return
     full = ["float32, any width", "float32"]
     low = ["bfloat16", "float16", "8-bit", "4-bit"]
-    with tempfile.TemporaryDirectory(prefix="divergence-") as temp:
-        temp = Path(temp)
+    with scratch() as temp:
         if options.model:
             lines = (ROOT / "demo/edits.jsonl").read_text().splitlines()[: options.prompts]
             from model import load
@@ -269,4 +270,4 @@ def main():
 
 
 if __name__ == "__main__":
-    main()
+    sys.exit(command.run("divergence.py", main))

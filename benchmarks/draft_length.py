@@ -10,19 +10,20 @@ that is always right but as slow as the target: the target itself. Speeds are re
 decoding of the same prompts in the same round; rounds are interleaved, the median counts.
 """
 
+from start import ROOT, command
+
+# isort: split
 import argparse
 import json
 import random
 import sys
 
-from common import ROOT, SIZES, checkpoint, median, note
+import mlx.core as mx
+from common import SIZES, checkpoint, median, note
 
-sys.path.insert(0, str(ROOT))
-import mlx.core as mx  # noqa: E402
-
-from decoder import Decoder, SpeculativeDecoder  # noqa: E402
-from model import load  # noqa: E402
-from prompt_lookup import PromptLookupDecoder  # noqa: E402
+from decoder import Decoder, SpeculativeDecoder
+from model import load
+from prompt_lookup import PromptLookupDecoder
 
 FIXED = (2, 4, 8, 16, 24)
 
@@ -80,9 +81,9 @@ def main():
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("--size", choices=SIZES, default="demo")
-    parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--rounds", type=command.between(1), default=3)
     parser.add_argument("--json", action="store_true")
-    args = parser.parse_args()
+    args = command.parse(parser)
     with checkpoint(args.size) as folder:
         model, tokenizer = load(str(folder))
         draft, _ = load(str(ROOT / "demo" / "t5-demo-draft"))
@@ -117,4 +118,4 @@ def main():
 
 
 if __name__ == "__main__":
-    main()
+    sys.exit(command.run("draft_length.py", main))

@@ -7,10 +7,11 @@ of the decoder and all of the head, and they exchange their parts three times a 
 is counted as well: by a small model whose sums are recorded.
 """
 
+from start import ROOT, command
+
+# isort: split
 import argparse
 import sys
-
-from common import ROOT
 
 SIZES = {  # d_model, heads * d_kv, d_ff, layers
     "base": (768, 768, 2048, 12),
@@ -23,7 +24,6 @@ LINKS = {"10 GbE": (10e9 / 8, 100e-6), "Thunderbolt 5": (80e9 / 8, 20e-6)}  # by
 
 def count_bytes():
     """(bytes that a rank sends in a pass over one token, three sums of d_model floats a layer)"""
-    sys.path.insert(0, str(ROOT))
     import mlx.core as mx
 
     import model
@@ -47,9 +47,19 @@ def count_bytes():
 
 def main():
     parser = argparse.ArgumentParser(description="When are two machines faster than one?")
-    parser.add_argument("--bandwidth", type=float, default=400, help="of memory, GB/s (400)")
-    parser.add_argument("--bytes", type=float, default=2, help="of a weight (2: bfloat16)")
-    arguments = parser.parse_args()
+    parser.add_argument(
+        "--bandwidth",
+        type=command.between(1e-3, 1e9, float),
+        default=400,
+        help="of memory, GB/s (400)",
+    )
+    parser.add_argument(
+        "--bytes",
+        type=command.between(1e-3, 1e3, float),
+        default=2,
+        help="of a weight (2: bfloat16)",
+    )
+    arguments = command.parse(parser)
     print(
         "sent by a rank for a token, demo model: {} bytes counted, {} computed".format(
             *count_bytes()
@@ -69,4 +79,4 @@ def main():
 
 
 if __name__ == "__main__":
-    main()
+    sys.exit(command.run("machines.py", main))

@@ -7,14 +7,16 @@ of the same job with the demo model, which is what Python, MLX and the tokenizer
 holds what it is about to write, then loads what it wrote to check it: once the result, each time.
 """
 
+from start import ROOT, command
+
+# isort: split
 import argparse
 import json
 import subprocess
 import sys
-import tempfile
 from pathlib import Path
 
-from common import ROOT, SIZES, checkpoint, note
+from common import SIZES, checkpoint, note, scratch
 
 LOAD = """
 model, tokenizer = load(folder)
@@ -47,8 +49,11 @@ JOBS = {
 
 def peak(job, folder, out):
     """Bytes of the largest resident set that the job ever had."""
-    command = [sys.executable, "-c", JOB.format(job=job), ROOT, folder, out]
-    return int(subprocess.run(command, capture_output=True, text=True, check=True).stdout)
+    process = [sys.executable, "-c", JOB.format(job=job), ROOT, folder, out]
+    done = subprocess.run(process, capture_output=True, text=True)
+    if done.returncode:
+        raise RuntimeError(f"a job failed: {done.stderr.strip().splitlines()[-1:]}")
+    return int(done.stdout)
 
 
 def weights(folder):
@@ -65,7 +70,7 @@ def weights(folder):
 
 def measure(size):
     rows = []
-    with tempfile.TemporaryDirectory(prefix="t5-") as work, checkpoint(size) as large:
+    with scratch() as work, checkpoint(size) as large:
         folders = dict.fromkeys(JOBS, [ROOT / "demo" / "t5-demo", large])
         for name, job in JOBS.items():
             note(name)
@@ -84,7 +89,7 @@ def main():
     parser = argparse.ArgumentParser(description="Peak memory of loading and converting.")
     parser.add_argument("--size", choices=SIZES[1:], default="t5-base", help="Of the checkpoint.")
     parser.add_argument("--json", action="store_true", help="Print one JSON list.")
-    arguments = parser.parse_args()
+    arguments = command.parse(parser)
     rows = measure(arguments.size)
     if arguments.json:
         print(json.dumps(rows))
@@ -97,4 +102,4 @@ def main():
 
 
 if __name__ == "__main__":
-    main()
+    sys.exit(command.run("memory.py", main))

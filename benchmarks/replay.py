@@ -9,13 +9,13 @@ A pass that verifies k draft tokens costs 1 + alpha * k plain ones; speed is tok
 decoding being 1. benchmarks/verify_cost.py measures the alpha of a machine.
 """
 
+from start import command
+
+# isort: split
 import argparse
 import json
-import math
 import sys
-from pathlib import Path
 
-sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 import mlx.core as mx
 import sentencepiece
 
@@ -87,19 +87,14 @@ def main():
     )
     parser.add_argument("files", nargs="+", metavar="FILE", help="JSON lines")
     parser.add_argument("--tokenizer", required=True, metavar="SPIECE", help="a spiece.model")
-    parser.add_argument("--alpha", type=float, nargs="+", default=[0.15], metavar="A")
+    parser.add_argument(
+        "--alpha", type=command.between(0, 1e6, float), nargs="+", default=[0.15], metavar="A"
+    )
     parser.add_argument("--seam", action="store_true", help="prompt and response are two texts")
     parser.add_argument("--json", action="store_true", help="a list with an object per FILE and A")
-    args = parser.parse_args()
-    try:
-        for alpha in args.alpha:
-            if not 0 <= alpha < math.inf:
-                raise ValueError(f"alpha is {alpha}: it must be 0 or more")
-        encode = load_tokenizer(args.tokenizer)
-        files = [(file, read_answers(file, encode)) for file in args.files]
-    except (OSError, ValueError) as error:
-        print(f"replay.py: {error}", file=sys.stderr)
-        sys.exit(2)
+    args = command.parse(parser)
+    encode = load_tokenizer(args.tokenizer)
+    files = [(file, read_answers(file, encode)) for file in args.files]
     results = []
     for file, answers in files:
         for alpha in args.alpha:
@@ -122,4 +117,4 @@ def main():
 
 
 if __name__ == "__main__":
-    main()
+    sys.exit(command.run("replay.py", main))

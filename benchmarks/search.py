@@ -13,13 +13,16 @@ takes longer (60 µs here) than searching 16,384 tokens. In a decoding pass, of 
 a part, there is nothing to wake. `--no-pin` leaves placing them to the system.
 """
 
+from start import command
+
+# isort: split
 import argparse
 import json
 import random
 import sys
 import time
 
-from common import ROOT, Engine, median, note, serve
+from common import Engine, median, note, serve
 
 SIZES = [512, 4096, 16384, 32768, 131072, 1_000_000]
 LOOPS = 16384  # the longest context for a loop over positions
@@ -34,7 +37,6 @@ def context(size):
 
 
 def use_mlx():
-    sys.path.insert(0, str(ROOT))
     import mlx.core as mx
 
     from prompt_lookup import find_draft
@@ -80,7 +82,6 @@ def use_python_loop():
 
 
 def use_mlx_loop():
-    sys.path.insert(0, str(ROOT))
     import mlx.core as mx
 
     return loop(lambda a, b: mx.array_equal(a, b).item()), lambda ids: mx.array(ids, mx.uint32)
@@ -128,7 +129,7 @@ def measure(rounds, pin):
                 seconds, draft = engine.ask(size=size)
                 took.setdefault((size, engine.name), []).append(seconds)
                 if drafts.setdefault(size, draft) != draft:
-                    raise SystemExit(f"{engine.name} finds {draft}, not {drafts[size]}")
+                    raise RuntimeError(f"{engine.name} finds {draft}, not {drafts[size]}")
     for engine in engines:
         engine.close()
     return [
@@ -139,15 +140,15 @@ def measure(rounds, pin):
 
 def main():
     parser = argparse.ArgumentParser(description="Time the n-gram search.")
-    parser.add_argument("--rounds", type=int, default=ROUNDS, help=f"default: {ROUNDS}")
+    parser.add_argument(
+        "--rounds", type=command.between(1), default=ROUNDS, help=f"default: {ROUNDS}"
+    )
     parser.add_argument("--no-pin", action="store_true", help="let the system place threads")
     parser.add_argument("--json", action="store_true", help="one JSON list instead of a table")
     parser.add_argument("--engine", help=argparse.SUPPRESS)
-    arguments = parser.parse_args()
+    arguments = command.parse(parser)
     if arguments.engine:
         return serve_engine(arguments.engine)
-    if arguments.rounds < 1:
-        parser.error(f"--rounds is {arguments.rounds}: at least 1")
     rows = measure(arguments.rounds, not arguments.no_pin)
     if arguments.json:
         print(json.dumps(rows))
@@ -160,4 +161,4 @@ def main():
 
 
 if __name__ == "__main__":
-    main()
+    sys.exit(command.run("search.py", main))

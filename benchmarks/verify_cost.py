@@ -9,6 +9,9 @@ long the prompt took to encode, and the weights that a pass reads beside the mem
 the same run, as two threads of NumPy read it.
 """
 
+from start import command
+
+# isort: split
 import argparse
 import json
 import random
@@ -16,14 +19,13 @@ import sys
 from concurrent.futures import ThreadPoolExecutor
 
 import numpy as np
-from common import ROOT, SIZES, checkpoint, median, note, timed
+from common import SIZES, checkpoint, median, note, timed
 
 PROMPT_TOKENS, WRITTEN_TOKENS, WIDTHS = 400, 64, range(1, 26)
 
 
 def measure(folder, runs):
     """Medians: seconds of a pass over 1 … 25 tokens and of encoding, bytes read, bytes/second."""
-    sys.path.insert(0, str(ROOT))
     import mlx.core as mx
     import mlx.nn as nn
     from mlx.utils import tree_flatten
@@ -72,11 +74,9 @@ def fit(seconds):
 def main():
     parser = argparse.ArgumentParser(description="Time passes over 1 to 25 tokens.")
     parser.add_argument("--size", choices=SIZES, default="demo", help="default: demo")
-    parser.add_argument("--runs", type=int, default=15, help="default: 15")
+    parser.add_argument("--runs", type=command.between(1), default=15, help="default: 15")
     parser.add_argument("--json", action="store_true", help="one JSON object instead of a table")
-    arguments = parser.parse_args()
-    if arguments.runs < 1:
-        parser.error(f"--runs is {arguments.runs}: at least 1")
+    arguments = command.parse(parser)
     with checkpoint(arguments.size) as folder:
         seconds, encoding, weights, bandwidth = measure(folder, arguments.runs)
     result = {"size": arguments.size, "seconds": seconds, "alpha": fit(seconds)}
@@ -97,4 +97,4 @@ def main():
 
 
 if __name__ == "__main__":
-    main()
+    sys.exit(command.run("verify_cost.py", main))

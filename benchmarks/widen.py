@@ -14,16 +14,20 @@ and their keys, d_ff. What zeros alone would change is put right:
     python benchmarks/widen.py --size t5-base --out /tmp/t5-base
 """
 
+from start import ROOT, command
+
+# isort: split
 import argparse
 import json
 import re
 import shutil
+import sys
 from pathlib import Path
 
 import numpy as np
 from safetensors.numpy import load_file, save_file
 
-DEMO = Path(__file__).resolve().parent.parent / "demo" / "t5-demo"
+DEMO = ROOT / "demo" / "t5-demo"
 NAMES = ("d_model", "num_heads", "d_kv", "d_ff", "num_layers", "num_decoder_layers", "vocab_size")
 SIZES = {
     "t5-small": (512, 8, 64, 2048, 6, 6, 32128),
@@ -153,11 +157,11 @@ def main():
     parser.add_argument("--size", choices=SIZES, required=True, help="the T5 to be as large as")
     parser.add_argument("--out", type=Path, required=True, help="folder to write; must not exist")
     parser.add_argument("--model", type=Path, default=DEMO, help="a T5 v1.0 (default: the demo)")
-    arguments = parser.parse_args()
+    arguments = command.parse(parser)
     if arguments.out.exists():
         parser.error(f"{arguments.out} exists already")
     write(arguments.model, arguments.out, arguments.size)
 
 
 if __name__ == "__main__":
-    main()
+    sys.exit(command.run("widen.py", main))

@@ -278,22 +278,10 @@ def test_a_signal_leaves_nothing_behind(tmp_path, name):
     script = f"""
 import os, signal, sys, convert
 signal.signal(signal.SIGHUP, signal.SIG_DFL)  # nohup ignores it
+convert.command.begin(signal.SIGTERM, signal.SIGHUP)
 convert._copy_files = lambda *_: os.kill(os.getpid(), signal.{name})
 sys.argv[1:] = ["--model", {str(GOLDEN / "flan-t5")!r}, "--out", {str(tmp_path / "out")!r}]
-sys.exit(convert.main())
+sys.exit(convert.command.run("convert.py", convert.main))
 """
     done = subprocess.run([sys.executable, "-c", script], cwd=ROOT, capture_output=True)
     assert done.returncode > 128 and list(tmp_path.iterdir()) == []
-
-
-@pytest.mark.skipif(not os.path.exists("/dev/full"), reason="no /dev/full")
-def test_standard_output_that_takes_nothing(tmp_path):
-    """The folder is whole; that the report is lost is one line."""
-    command = [sys.executable, str(ROOT / "convert.py"), "--model", str(ROOT / "demo" / "t5-demo")]
-    with open("/dev/full", "w") as full:
-        done = subprocess.run(
-            [*command, "--out", str(tmp_path / "out")], stdout=full, stderr=subprocess.PIPE
-        )
-    (line,) = done.stderr.decode().splitlines()
-    assert done.returncode == 2 and "space" in line
-    assert (tmp_path / "out" / "model.safetensors").exists()
