@@ -381,7 +381,9 @@ def attend_whole(q, k, v, bias):
     memory = [head for part in scores for head in np.array(part, copy=False)]  # not copied
     list(workers().map(softmax, memory))
     y = [mx.matmul(p, v[heads], stream=s) for p, (s, heads) in zip(scores, parts, strict=True)]
-    return mx.concatenate(y)
+    whole = mx.concatenate(y)
+    mx.eval(whole)  # so that the scores can go
+    return whole
 
 
 class Activation(nn.Module):

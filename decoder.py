@@ -16,7 +16,7 @@ the cost of a pass, in passes) and model.parameters() (what a draft token costs 
 import functools
 import math
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Set
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -43,17 +43,9 @@ class Stats:
     seconds: float = 0.0  # from the call of stream() to the last token, encoding included
     stop: str | None = None  # "eos" or "length"
 
-    @property
-    def tokens_per_pass(self) -> float:
-        return self.tokens / self.passes if self.passes else 0.0
-
-    @property
-    def acceptance_rate(self) -> float:
-        return self.accepted / self.drafted if self.drafted else 0.0
-
-    @property
-    def tokens_per_second(self) -> float:
-        return self.tokens / self.seconds if self.seconds else 0.0
+    tokens_per_pass = property(lambda self: self.tokens / max(self.passes, 1))
+    acceptance_rate = property(lambda self: self.accepted / max(self.drafted, 1))
+    tokens_per_second = property(lambda self: self.seconds and self.tokens / self.seconds)
 
 
 class Stream(Iterator[Token]):
@@ -66,25 +58,29 @@ class Stream(Iterator[Token]):
         return next(self._tokens)
 
 
-def number(name, value, least=0, most=math.inf, types=(int, float)):
-    """A finite number of Python, NumPy or MLX as Python's, or a ValueError that names it."""
+def need(name, value, right, wanted):
+    if not right:
+        raise ValueError(f"{name} is {' '.join(repr(value).split()):.50}: it must be {wanted}")
+    return value
+
+
+def number(name, value, least=0, most=2**31 - 1, types=(int, float)):
+    """A number of Python, NumPy or MLX as Python's, or a ValueError that names it."""
     plain = value.tolist() if hasattr(value, "tolist") else value
-    if type(plain) not in types or not least <= plain <= most or plain == math.inf:
-        kind = "a finite number" if float in types else "an integer"
-        raise ValueError(f"{name} is {plain!r:.50}: it must be {kind}, {least} to {most}")
-    return plain
+    wanted = f"{'a number' if float in types else 'an integer'}, {least} to {most}"
+    return need(name, plain, type(plain) in types and least <= plain <= most, wanted)
 
 
 integer = functools.partial(number, types=(int,))
 
 
-def as_ids(name, ids):
+def as_ids(name, ids, most=2**32 - 1):
     """Token ids of any kind, or one, as (N,) uint32."""
-    if isinstance(ids, mx.array) and ids.dtype == mx.uint32 and ids.ndim == 1:
+    if type(ids) is mx.array and ids.dtype == mx.uint32 and ids.ndim == 1 and most == 2**32 - 1:
         return ids
     ids = ids.tolist() if hasattr(ids, "tolist") else ids
-    ids = ids if hasattr(ids, "__iter__") else [ids]
-    return mx.array([integer(f"a token id of {name}", i, 0, 2**32 - 1) for i in ids], mx.uint32)
+    ids = ids if isinstance(ids, (list, tuple, range)) else [ids]
+    return mx.array([integer(f"a token id of {name}", i, 0, most) for i in ids], mx.uint32)
 
 
 def read(*arrays):
@@ -102,8 +98,10 @@ class Sampler:
     """
 
     def __init__(self, temp=0.0, top_p=1.0, top_k=0, seed=0, logits_processors=None):
-        self.processors = list(logits_processors or [])
-        self.temp = number("temp", temp) and max(temp, 1e-30)  # what float32 can divide by
+        asked = () if logits_processors is None else logits_processors
+        right = isinstance(asked, (list, tuple)) and all(map(callable, asked))
+        self.processors = need("logits_processors", asked, right, "a list of functions")
+        self.temp = number("temp", temp) and max(float(temp), 1e-30)  # what float32 can divide by
         self.top_p = number("top_p", top_p, 1e-30, 1)
         self.top_k = integer("top_k", top_k)
         self.seed = integer("seed", seed, 0, 2**32 - 1)
@@ -160,8 +158,9 @@ class Decoder:
     """
 
     def __init__(self, model, eos_id=1, **sampling):
-        self.model = model
-        self.eos_ids = set(as_ids("eos_id", () if eos_id is None else eos_id).tolist())
+        self.model = need("model", model, hasattr(model, "start"), "a model")
+        ids = () if eos_id is None else [*eos_id] if isinstance(eos_id, Set) else eos_id
+        self.eos_ids = {*as_ids("eos_id", ids, getattr(model, "vocab_size", 2**32) - 1).tolist()}
         self.sampler = Sampler(**sampling)
 
     def stream(self, prompt: mx.array, max_tokens: int = 200, *texts) -> Stream:
@@ -197,8 +196,8 @@ class Decoder:
     def _check(self, values, logits):
         if not all(map(math.isfinite, values)):
             found = str(logits.dtype).removeprefix("mlx.core.")
-            found += ": convert it to bfloat16 or float32" * (found == "float16")
-            raise ValueError(f"the model's logits are not finite in {found}")
+            advice = ": convert it to bfloat16 or float32" * (found == "float16")
+            raise ValueError(f"the model's logits are not finite in {found}{advice}")
 
     def _passes(self, cache, token, max_tokens, ids, *texts):
         """One token per pass; the next pass is under way while the caller has the last token."""
@@ -228,8 +227,8 @@ class DraftingDecoder(Decoder):
             right, and whether the next one was wrong
 
     Args:
-        num_draft: The most tokens to draft for a pass (None: 24; above 64 only where fixed); 0:
-            plain decoding. DraftLength decides how many; it learns from stream to stream.
+        num_draft: The most tokens to draft for a pass (None: 24; above 64 only where fixed, up to
+            1024); 0: plain decoding. DraftLength decides how many, and learns while it does.
         fixed_draft: Always draft num_draft tokens (10 if None), or as many as there are.
         delta: Lenience: a draft token x is also accepted when p(x) >= (1 - delta) p(y), y being
             the target's choice. At 0 the text is what the target alone would write.
@@ -244,7 +243,8 @@ class DraftingDecoder(Decoder):
     ):
         super().__init__(model, eos_id, **sampling)
         self.num_draft = None if num_draft is None else integer("num_draft", num_draft)
-        self.fixed_draft, self.delta = fixed_draft, number("delta", delta, 0, 1)
+        self.fixed_draft = integer("fixed_draft", fixed_draft, 0, 1, types=(bool, int))
+        self.delta = number("delta", delta, 0, 1)
         self.alpha = number("alpha", getattr(model, "alpha", 0.05) if alpha is None else alpha)
         ceiling = 24 if self.num_draft is None else min(self.num_draft, 64)
         self._policy = functools.partial(DraftLength, ceiling, self.alpha, self.draft_cost)
@@ -272,7 +272,7 @@ class DraftingDecoder(Decoder):
     def _draft(self, cache, max_tokens, ids, drafter):
         # Lenient text depends on the draft lengths, and must not depend on the texts before.
         policy = self.policy if self.delta == 0 else self._policy()
-        fixed = self.fixed_draft and (self.num_draft or 10)
+        fixed = self.fixed_draft and min(self.num_draft or 10, 1024)
         position = 0
         while position < max_tokens:
             limit = min(drafter.limit, max_tokens - position - 1)
@@ -308,10 +308,10 @@ class SpeculativeDecoder(DraftingDecoder):
     """
 
     def __init__(self, model, draft_model, eos_id=1, draft_cost=None, **options):
+        need("draft_model", draft_model, hasattr(draft_model, "start"), "a model")
         self.draft_model = draft_model
         if draft_cost is None:
-            of_draft, of_target = weight(draft_model), weight(model)
-            draft_cost = of_draft / of_target if of_draft and of_target else 0.2
+            draft_cost = weight(draft_model) / (weight(model) or math.inf) or 0.2
         self.draft_cost = max(number("draft_cost", draft_cost), 1e-9)  # 0: no draft model
         super().__init__(model, eos_id, **options)
 

@@ -66,13 +66,13 @@ class PromptLookupDecoder(DraftingDecoder):
     def stream(self, prompt: mx.array, max_tokens: int = 200, reference=None) -> Stream:
         """See Decoder.stream. reference: token ids (R,) uint32 of another text to draft from (the
         expected answer, an earlier version, a template), which the model never reads."""
-        return super().stream(prompt, max_tokens, [] if reference is None else reference)
+        reference = as_ids("the reference", [] if reference is None else reference)
+        return super().stream(prompt, max_tokens, reference)
 
     def _drafter(self, prompt, reference):
-        texts = [as_ids("the reference", reference).tolist(), prompt.tolist()]
-        if getattr(self.model, "is_encoder_decoder", False):
-            texts.append([])  # the output is a text of its own
-        most = max(64, self.num_draft or 0)
+        two = getattr(self.model, "is_encoder_decoder", False)  # prompt and output are two texts
+        texts = [reference.tolist(), prompt.tolist(), *[[]] * two]
+        most = max(64, min(self.num_draft or 0, 1024) * self.fixed_draft)
         return LookupDrafter(texts, self.ngram_max, self.ngram_min, most, self.fixed_draft)
 
 

@@ -542,6 +542,118 @@ def test_a_cache_that_cannot_be_trimmed_is_refused_where_drafts_are_taken_back()
         assert len(write(decoder, PROMPT, 5)[0]) == 5
 
 
+# What is no argument: one line that names it, alike in all decoders
+
+
+BAD_INTEGERS = [-1, 1.5, True, "9", b"9", math.nan, math.inf, 10**400, [3], {}, np.float32(3)]
+
+
+def one_line(name, call):
+    with pytest.raises(ValueError, match=f"^[^\n]*{name} is [^\n]*$") as error:
+        call()
+    assert len(str(error.value)) < 200
+
+
+def makers(*, eos_id=1, **options):
+    """The three decoders with options, each as a function."""
+    model = HashModel()
+    yield lambda: Decoder(model, eos_id, **options)
+    yield lambda: PromptLookupDecoder(model, eos_id, **options)
+    yield lambda: SpeculativeDecoder(model, model, eos_id, **options)
+
+
+@pytest.mark.parametrize("name", ["max_tokens", "seed", "top_k"])
+def test_what_is_no_integer(name):
+    for value in [*BAD_INTEGERS, None]:
+        for make in makers(**{} if name == "max_tokens" else {name: value}):
+            one_line(name, lambda: make().stream(PROMPT, value))  # noqa: B023
+
+
+@pytest.mark.parametrize("name", ["temp", "top_p"])
+def test_what_is_no_number(name):
+    for value in [-1, True, "1", b"1", math.nan, -math.inf, 1e300, 10**400, [1.0], None, 1 + 0j]:
+        for make in makers(**{name: value}):
+            one_line(name, make)
+
+
+def test_what_is_no_option_of_drafting():
+    wrong = {
+        "num_draft": [value for value in BAD_INTEGERS if value is not None],
+        "fixed_draft": ["no", None, 2, -1, 0.5, [], b""],
+        "delta": [1.1, -0.1, "0", True, None, math.nan],
+        "alpha": [-1, "0", True, math.inf, 10**400, [0.1]],
+    }
+    for name, values in wrong.items():
+        for value in values:
+            _, *drafters = makers(**{name: value})
+            for make in drafters:
+                one_line(name, make)
+    for value in (-1, "1", math.nan, True, 1e300):
+        one_line("draft_cost", lambda: SpeculativeDecoder(*[HashModel()] * 2, draft_cost=value))  # noqa: B023
+
+
+@pytest.mark.parametrize("processors", [5, "text", [None], [print, 3], print, np.zeros(3), {}])
+def test_what_is_no_list_of_processors(processors):
+    for make in makers(logits_processors=processors):
+        one_line("logits_processors", make)
+
+
+@pytest.mark.parametrize("model", [None, "t5-base", 5, HashModel().decode, object()])
+def test_what_is_no_model(model):
+    for make in (Decoder, PromptLookupDecoder, lambda m: SpeculativeDecoder(m, HashModel())):
+        one_line("model", lambda: make(model))  # noqa: B023
+    one_line("draft_model", lambda: SpeculativeDecoder(HashModel(), model))
+
+
+@pytest.mark.parametrize("ids", [b"ab", bytearray(b"ab"), {5: 1}, {5, 6}, [np.float32(5)], [b"5"]])
+def test_what_is_no_text(ids):
+    for make in makers():
+        one_line("the prompt", lambda: make().stream(ids))  # noqa: B023
+    for number in (0, 4):
+        decoder = PromptLookupDecoder(HashModel(), num_draft=number)
+        one_line("the reference", lambda: decoder.stream(PROMPT, reference=ids))  # noqa: B023
+    one_line("the context", lambda: prompt_lookup.find_draft(ids, 2, 1, 4))
+
+
+def test_ids_beyond_32_bits_do_not_wrap():
+    for wrap in (2**32, -(2**32), 2**64):
+        for kind in (list, np.array, tuple):
+            ids = kind([wrap + i for i in (5, 6, 7)])
+            for make in makers():
+                one_line("the prompt", lambda: make().stream(ids))  # noqa: B023
+            lookup = PromptLookupDecoder(HashModel())
+            one_line("the reference", lambda: lookup.stream(PROMPT, reference=ids))  # noqa: B023
+            one_line("the context", lambda: prompt_lookup.find_draft(ids, 2, 1, 4))  # noqa: B023
+
+
+@pytest.mark.parametrize("eos", [16, 99999, 2**31, 10**400, [1, 16], math.inf, b"\1", {1: 1}, "1"])
+def test_an_eos_id_that_the_model_does_not_have(eos):
+    model = ScriptModel([A])
+    for make in (Decoder, PromptLookupDecoder, lambda m, e: SpeculativeDecoder(m, m, e)):
+        one_line("eos_id", lambda: make(model, eos))  # noqa: B023
+        assert make(model, 15).eos_ids == {15}
+
+
+def test_numbers_of_numpy_and_mlx_are_numbers():
+    expected = write(Decoder(HashModel(), temp=0.5, top_k=3, top_p=0.9, seed=7), PROMPT, 9)[0]
+    for whole, real in ((np.int64, np.float64), (np.uint8, np.float32), (mx.array, mx.array)):
+        sampling = {"temp": real(0.5), "top_k": whole(3), "top_p": 0.9, "seed": whole(7)}
+        for make in makers(eos_id=whole(1), **sampling):
+            assert write(make(), PROMPT, whole(9))[0] == expected
+
+
+def test_the_largest_number_of_draft_tokens_costs_nothing():
+    """The list that the policy chooses from has 64 at most; a fixed draft has up to 1024."""
+    model = HashModel(vocab=64, habit=0, whim=0)
+    model.habits = mx.eye(64)[mx.array([2, 2, *range(3, 64), 2])]  # 2 … 63, for ever
+    prompt = mx.array(list(range(2, 64)) * 40, mx.uint32)
+    for fixed, most in ((False, 64), (True, 1024)):
+        for decoder in drafting(model, model, num_draft=2**31 - 1, fixed_draft=fixed, eos_id=None):
+            model.fed.clear()
+            write(decoder, prompt, 1500)
+            assert max(fed.size for fed in model.fed) <= most + 1
+
+
 # Draft lengths
 
 
