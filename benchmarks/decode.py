@@ -57,11 +57,13 @@ def mlx(folder):
         is_encoder_decoder = True
 
         def __init__(self, model):
-            self.model, self.decode, self.vocab_size = model, model.decode, model.vocab_size
+            self.model, self.decode, self.parameters = model, model.decode, model.parameters
+            self.vocab_size, self.alpha = model.vocab_size, model.alpha
 
         def start(self, prompt):
             cache, token = self.model.start(prompt)
-            mx.eval([(layer.cross_keys, layer.cross_values) for layer in cache.layers], token)
+            mx.eval(self.decode(token, cache))  # what is lazy until the first pass, too
+            cache.trim(1)
             self.began = time.perf_counter()
             return cache, token
 
