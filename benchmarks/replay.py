@@ -1,9 +1,10 @@
 """What prompt lookup would gain on logs of your own: answers are replayed, no model is run.
 
-    python benchmarks/replay.py FILE... --tokenizer spiece.model --alpha 0 0.15 0.3 [--json]
+    python benchmarks/replay.py demo/edits.jsonl --tokenizer demo/t5-demo/tokenizer.json --seam
 
-A FILE has JSON lines with "prompt" and "response". Both are tokenized apart and joined, as a causal
-model has them (--seam: as an encoder-decoder has them), and an EOS ends each response. The real
+A FILE has JSON lines with "prompt" and "response" (or "answer"). Both are tokenized apart and
+joined, as a causal model has them (--seam: as an encoder-decoder has them), and an EOS ends each
+response. The real
 search and the real draft length decide; a draft token is accepted if it is what the response has.
 A pass that verifies k draft tokens costs 1 + alpha * k plain ones; speed is tokens per cost, plain
 decoding being 1. benchmarks/verify_cost.py measures the alpha of a machine.
@@ -18,6 +19,7 @@ import sys
 
 import mlx.core as mx
 import sentencepiece
+import tokenizers
 
 from decoder import DraftLength, read
 from prompt_lookup import LookupDrafter
@@ -51,11 +53,15 @@ def load_tokenizer(file):
     with open(file, "rb") as f:
         model = f.read()
     try:
+        if file.endswith(".json"):
+            tokenizer = tokenizers.Tokenizer.from_buffer(model)
+            return lambda text: tokenizer.encode(text, add_special_tokens=False).ids
         encode = sentencepiece.SentencePieceProcessor(model_proto=model).encode
         encode("")  # it takes an empty file for a model
         return encode
-    except RuntimeError:
-        raise ValueError(f"{file} is not a SentencePiece model (spiece.model)") from None
+    except Exception:  # tokenizers raises nothing else
+        what = "a SentencePiece model (spiece.model) or a tokenizer.json"
+        raise ValueError(f"{file} is not {what}") from None
 
 
 def read_answers(file, encode):
@@ -67,12 +73,12 @@ def read_answers(file, encode):
                 continue
             try:
                 answer = json.loads(line)
-                texts = answer["prompt"], answer["response"]
+                texts = answer["prompt"], answer.get("response", answer.get("answer"))
                 if not all(isinstance(text, str) for text in texts):
                     raise TypeError
                 prompt, response = map(encode, texts)
                 answers.append((prompt, [*response, EOS]))
-            except (ValueError, KeyError, TypeError):
+            except (ValueError, LookupError, TypeError, AttributeError, RecursionError):
                 raise ValueError(
                     f'{file}, line {number}: not JSON with texts "prompt" and "response"'
                 ) from None
@@ -85,13 +91,12 @@ def main():
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("files", nargs="+", metavar="FILE", help="JSON lines")
-    parser.add_argument("--tokenizer", required=True, metavar="SPIECE", help="a spiece.model")
-    parser.add_argument(
-        "--alpha", type=command.between(0, 1e6, float), nargs="+", default=[0.15], metavar="A"
-    )
-    parser.add_argument("--seam", action="store_true", help="prompt and response are two texts")
-    parser.add_argument("--json", action="store_true", help="a list with an object per FILE and A")
+    add, alpha = parser.add_argument, command.between(0, 1e6, float)
+    add("files", nargs="+", metavar="FILE", help="JSON lines")
+    add("--tokenizer", required=True, metavar="T", help="a spiece.model or a tokenizer.json")
+    add("--alpha", type=alpha, nargs="+", default=[0.15], metavar="A", help="0 to 1e6 (0.15)")
+    add("--seam", action="store_true", help="prompt and response are two texts")
+    add("--json", action="store_true", help="a list with an object per FILE and A")
     args = command.parse(parser)
     encode = load_tokenizer(args.tokenizer)
     files = [(file, read_answers(file, encode)) for file in args.files]

@@ -169,6 +169,18 @@ def test_a_line_for_each_file_and_alpha(spiece, tmp_path):
     assert all("speed" in line and file in line for line in done.stdout.splitlines())
 
 
+def test_the_example_of_the_readme():
+    """The demo's edits, whose key is "answer", with a tokenizer.json."""
+    block = (
+        (ROOT / "benchmarks" / "README.md").read_text().split("```\n$ python benchmarks/replay.py ")
+    )
+    command, *output = block[1].split("\n```")[0].split("\n")
+    command = [sys.executable, "benchmarks/replay.py", *command.split()]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=120)
+    assert (done.returncode, done.stderr) == (0, "")
+    assert done.stdout.splitlines() == output
+
+
 @pytest.mark.parametrize(
     "content, says",
     [
@@ -178,6 +190,8 @@ def test_a_line_for_each_file_and_alpha(spiece, tmp_path):
         ('{"prompt": "w1", "response": 3}\n', "line 1"),
         ('{"prompt": ["w1"], "response": "w2"}\n', "line 1"),
         ('\n["w1", "w2"]\n', "line 2"),
+        ('{"prompt": "w1", "answer": null}\n', "line 1"),
+        ("[" * 100_000, "line 1"),
         (b'{"prompt": "\xff", "response": "w2"}\n', "line 1"),
         ("", "no answers"),
     ],
@@ -200,9 +214,10 @@ def test_a_bad_alpha_is_one_line_and_status_2(spiece, tmp_path, alpha):
 
 
 @pytest.mark.parametrize("content", [None, b"", b"no model"])
-def test_a_bad_tokenizer_is_one_line_and_status_2(tmp_path, content):
+@pytest.mark.parametrize("name", ["spiece.model", "tokenizer.json"])
+def test_a_bad_tokenizer_is_one_line_and_status_2(tmp_path, content, name):
     file = lines(tmp_path / "one.jsonl", [copying(0)])
-    tokenizer = tmp_path / "spiece.model"
+    tokenizer = tmp_path / name
     if content is not None:
         tokenizer.write_bytes(content)
     done = run(file, "--tokenizer", str(tokenizer))
