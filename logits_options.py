@@ -53,7 +53,7 @@ OPTIONS = [  # in the order in which transformers applies them
         is_bias,
         'like {"ID": BIAS}',
         lambda p, value, _: p.sequence_bias([([int(id)], bias) for id, bias in value.items()]),
-        "added to logits (none)",
+        "added to logits",
     ),
     Option(
         "sequence_bias",
@@ -61,7 +61,7 @@ OPTIONS = [  # in the order in which transformers applies them
         are_pairs,
         "like [[[ID, …], BIAS], …]",
         lambda p, value, _: p.sequence_bias(value),
-        "added to the last id's logit behind the others (none)",
+        "behind others",
     ),
     Option(
         "repetition_penalty",
@@ -69,7 +69,7 @@ OPTIONS = [  # in the order in which transformers applies them
         lambda value: is_number(value) and value > 0,
         "a number above 0",
         lambda p, value, _: p.repetition_penalty(value),
-        "what stands there is less likely (1)",
+        "against repetition",
     ),
     Option(
         "no_repeat_ngram_size",
@@ -77,7 +77,7 @@ OPTIONS = [  # in the order in which transformers applies them
         is_id,
         "an integer from 0",
         lambda p, value, _: p.no_repeat_ngram(value),
-        "no N tokens twice (0: off)",
+        "no N tokens twice, 0: off",
     ),
     Option(
         "bad_words_ids",
@@ -85,7 +85,7 @@ OPTIONS = [  # in the order in which transformers applies them
         lambda value: isinstance(value, list) and all(map(are_ids, value)),
         "like [[ID, …], …]",
         lambda p, value, eos_ids: p.bad_words(value, eos_ids),
-        "token sequences never written (none)",
+        "never written",
     ),
     Option(
         "min_length",
@@ -93,7 +93,7 @@ OPTIONS = [  # in the order in which transformers applies them
         is_id,
         "an integer from 0",
         lambda p, value, eos_ids: p.minimum_length(value, eos_ids),
-        "no end before N tokens, the start token counts (0)",
+        "no end before N ids",
     ),
     Option(
         "forced_bos_token_id",
@@ -101,7 +101,7 @@ OPTIONS = [  # in the order in which transformers applies them
         is_id,
         "a token id",
         lambda p, value, _: p.forced_first(value),
-        "the first token (none)",
+        "the first token",
     ),
 ]
 
@@ -141,7 +141,9 @@ def add_options(add):
                 wanted = f"{text:.60} is not {option.wanted}"
                 raise argparse.ArgumentTypeError(wanted) from None
 
-        add(flag, type=parse, metavar="N" if option.is_right(5) else "JSON", help=option.help)
+        neutral = "none" if option.neutral in ({}, [], None) else option.neutral
+        help = f"{option.help}, {option.wanted} ({neutral})"
+        add(flag, type=parse, metavar="N" if option.is_right(5) else "JSON", help=help)
     off = "nothing that generation_config.json says of these"
     add("--no-generation-config", action="store_true", help=off)
 

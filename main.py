@@ -34,40 +34,50 @@ def parse_arguments(argv=None):
     """The options, checked together; which ones have no effect is said on standard error."""
     parser = argparse.ArgumentParser(
         usage="main.py [options]",
-        description="Write text with a T5, a folder or a Hugging Face id. Defaults in parentheses.",
+        description="Write text with a T5 or a model of mlx-lm. M is a folder or a Hugging Face id,"
+        " FILE may be -, standard input. Defaults in parentheses.",
+        formatter_class=lambda prog: argparse.HelpFormatter(prog, max_help_position=26),
         allow_abbrev=False,
     )
+
+    def number(*names, default, help, low=0, high=2**31 - 1, kind=int, auto=False):
+        help = f"{help}, {low} to {high} ({'auto' if auto else default})"
+        type = between(low, high, kind, auto)
+        add(*names, type=type, default=default, metavar="N", help=help)
+
     add = (group := parser.add_argument_group("text")).add_argument
-    add("--model", "--model-name", default=DEFAULT_MODEL, metavar="M", help="target model (demo)")
+    model = "the target model (demo/t5-demo)"
+    add("--model", "--model-name", default=DEFAULT_MODEL, metavar="M", help=model)
     add("--adapter-path", metavar="FOLDER", help="LoRA weights for the target model (mlx-lm)")
     add("--system", metavar="TEXT", help="what the chat template says as the system (mlx-lm)")
     raw = "--no-chat-template", "--ignore-chat-template"
     add(*raw, action="store_true", help="the prompt as it is, without the template (mlx-lm)")
-    add("-m", "--max-tokens", default=200, type=between(0), metavar="N", help="at most N (200)")
+    number("-m", "--max-tokens", default=200, help="at most N tokens")
     add = group.add_mutually_exclusive_group().add_argument
-    add("--prompt", default=DEFAULT_PROMPT, help="the prompt; -: standard input (an example)")
+    example = f"the prompt, or - ({DEFAULT_PROMPT[:30]} …)"
+    add("--prompt", default=DEFAULT_PROMPT, metavar="TEXT", help=example)
     add("--prompt-file", metavar="FILE", help="a file with the prompt")
     add("--prompts-file", metavar="FILE", help='lines of {"prompt": TEXT}; one JSON result each')
     add = parser.add_argument_group("many prompts").add_argument
-    add("--output", metavar="FILE", help="append the results to FILE; what it has is skipped")
+    add("--output", metavar="PATH", help="append the results to FILE; what it has is skipped")
     add("--data-parallel", action="store_true", help="with mlx.launch: each process takes prompts")
     add = parser.add_argument_group("drafting").add_argument
     add("--draft-model", "--draft-model-name", metavar="M", help="a smaller model that drafts")
     names = "-n", "--num-draft", "--n-draft", "--num-draft-tokens"
-    add(*names, type=between(0, auto=True), metavar="N", help="draft at most N tokens (auto)")
+    number(*names, default=None, auto=True, help="draft at most N tokens")
     add("--fixed-draft", action="store_true", help="draft N (10) whether or not it pays")
-    add("--ngram-max", default=16, type=between(1, 255), metavar="N", help="longest n-gram (16)")
-    add("--ngram-min", default=1, type=between(1), metavar="N", help="shortest n-gram (1)")
+    number("--ngram-max", default=16, low=1, high=255, help="longest n-gram")
+    number("--ngram-min", default=1, low=1, high=255, help="shortest n-gram")
     add("--reference", metavar="FILE", help="another text to look up drafts in")
-    cost = "what one more token adds to a pass, in passes (the model's own)"
-    add("--alpha", type=between(0, 1e6, float), metavar="A", help=cost)
-    add("--delta", type=between(0, 1, float), default=0, help="lenience: faster, other text (0)")
+    cost = "a draft token's cost, in passes, 0 to 1000000 (the model's)"
+    add("--alpha", type=between(0, 10**6, float), metavar="N", help=cost)
+    number("--delta", default=0, high=1, kind=float, help="lenience: faster, other text")
     add("--regular-decode", action="store_true", help="plain decoding, without drafts")
     add = parser.add_argument_group("sampling").add_argument
-    add("--temp", type=between(0, 1e6, float), default=0, help="temperature (0: likeliest token)")
-    add("--top-p", type=between(1e-6, 1, float), default=1, help="nucleus (1: all tokens)")
-    add("--top-k", default=0, type=between(0), metavar="N", help="only the N likeliest (0: all)")
-    add("--seed", type=between(0, 2**32 - 1), default=0, help="another seed, another text (0)")
+    number("--temp", default=0, high=10**6, kind=float, help="temperature, 0: no sampling")
+    number("--top-p", default=1, low=1e-6, high=1, kind=float, help="nucleus, 1: all tokens")
+    number("--top-k", default=0, help="only the N likeliest, 0: all")
+    number("--seed", default=0, high=2**32 - 1, help="another seed, another text")
     logits_options.add_options(parser.add_argument_group("logits").add_argument)
     add = parser.add_argument_group("output").add_argument
     add("--color", action=argparse.BooleanOptionalAction, help="mark drafted text (on terminals)")
@@ -80,6 +90,10 @@ def parse_arguments(argv=None):
     args.mode = "regular" if args.regular_decode else args.mode
     if args.ngram_min > args.ngram_max:
         parser.error(f"--ngram-min {args.ngram_min} is above --ngram-max {args.ngram_max}")
+    names = "prompt", "prompt_file", "prompts_file", "reference"
+    from_input = [f"--{n.replace('_', '-')}" for n in names if getattr(args, n) == "-"]
+    if len(from_input) > 1:
+        parser.error(f"{' and '.join(from_input)}: only one text can be standard input")
     for name in ("output", "data_parallel"):
         if getattr(args, name) and args.prompts_file is None:
             parser.error(f"--{name.replace('_', '-')} needs --prompts-file")
@@ -209,6 +223,8 @@ def run(args, color):
     reference = ranks.share(lambda: args.reference and read_text(args.reference), group)
     together, apart = (None, group) if args.data_parallel else (group, None)
     encode, tokenizer, make = ranks.agree(lambda: load_models(args, together), apart)
+    if not prompts:
+        command.say(f"note: {args.prompts_file} has no prompts in it")
     texts, prompts = prompts, [encode(*prompt) for prompt in prompts]
     wanted = reference is not None and args.mode == "prompt-lookup"
     extra = {"reference": encode(args.reference, reference)} if wanted else {}
