@@ -8,7 +8,7 @@ import json
 import os
 import zipfile
 from contextlib import contextmanager
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any
 
@@ -45,7 +45,6 @@ class Config:
     bias_in_every_layer: bool = False  # umT5
     start_id: int = 0
     eos_ids: tuple = (1,)
-    generation: dict = field(default_factory=dict)  # all of generation_config.json
     quantization: dict | None = None  # {"group_size": 64, "bits": 4}, written by convert.py
 
 
@@ -133,7 +132,7 @@ def read_config(folder: Path) -> Config:
     start = _token_ids("decoder_start_token_id", [config, generation], pad)[0]
     below = f"below vocab_size {values['vocab_size']}"
     _check(start < values["vocab_size"], "decoder_start_token_id", start, below)
-    values |= {"start_id": start, "generation": generation}
+    values["start_id"] = start
 
     values["quantization"] = how = config.get("quantization")
     known = "bits 4 or 8 and group_size 32, 64 or 128"

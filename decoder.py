@@ -90,11 +90,10 @@ def read(*arrays):
 
 
 class Sampler:
-    """The choice of a token from logits: argmax at temperature 0, else a sample.
+    """The choice of a token from logits: argmax (of equals the lowest id), at temp > 0 a sample.
 
     The sample at output position t is argmax(log p_t + g_t), the Gumbel-max trick. Its noise g_t
     depends on the seed and t only, whoever decides about t; so the text depends on the seed alone.
-    Of equal scores the lowest id wins.
     """
 
     def __init__(self, temp=0.0, top_p=1.0, top_k=0, seed=0, logits_processors=None):
@@ -146,8 +145,7 @@ class Sampler:
 
 
 class Decoder:
-    """Plain decoding with the target model: one token per pass. Its streams may take turns,
-    in one thread. What is out of range is a ValueError.
+    """Plain decoding: one token per pass. Its streams may take turns, in one thread.
 
     Args:
         model: The target model, with the three calls above.
@@ -195,6 +193,8 @@ class Decoder:
 
     def _check(self, values, logits):
         if not all(map(math.isfinite, values)):
+            if self.sampler.processors and mx.all(mx.isfinite(logits)).item():
+                raise ValueError("the logits processors forbid every token")
             found = str(logits.dtype).removeprefix("mlx.core.")
             advice = ": convert it to bfloat16 or float32" * (found == "float16")
             raise ValueError(f"the model's logits are not finite in {found}{advice}")

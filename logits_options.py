@@ -1,4 +1,5 @@
-"""The options about logits: on the command line, in a checkpoint's generation_config.json.
+"""The options about logits: on the command line, in a checkpoint's generation_config.json or, where
+there is none, in its config.json, as in transformers.
 
 One table has them all. MLX is imported only when a processor is made.
 """
@@ -105,14 +106,18 @@ OPTIONS = [  # in the order in which transformers applies them
     ),
 ]
 
-# What would change a greedy text, too, and its neutral values
+# What would change a greedy text or its length, too, and its neutral values
 NOT_DONE = {
     "num_beams": (1,),
     "num_return_sequences": (1,),
     "do_sample": (False,),
     "num_beam_groups": (1,),
     "penalty_alpha": (0,),
+    "max_length": (),
+    "max_new_tokens": (),
+    "max_time": (),
     "min_new_tokens": (0,),
+    "stop_strings": ([],),
     "encoder_repetition_penalty": (1,),
     "encoder_no_repeat_ngram_size": (0,),
     "forced_eos_token_id": (),
@@ -120,6 +125,7 @@ NOT_DONE = {
     "begin_suppress_tokens": ([],),
     "exponential_decay_length_penalty": (),
     "guidance_scale": (1,),
+    "task_specific_params": ({},),
 }
 
 
@@ -148,21 +154,32 @@ def add_options(add):
     add("--no-generation-config", action="store_true", help=off)
 
 
-def from_options(args, model):
+def of_checkpoint(name):
+    """A folder or an id -> the file that says how to generate, what it says."""
+    import checkpoint
+
+    folder = checkpoint.find_folder(name)
+    config = checkpoint.read_json(folder / "config.json")
+    if not (folder / "generation_config.json").exists():
+        return "config.json", config
+    tasks = {"task_specific_params": config.get("task_specific_params")}
+    return "generation_config.json", checkpoint.read_json(folder / "generation_config.json") | tasks
+
+
+def from_options(args, eos_ids):
     """The processors that the options ask for, else the checkpoint; says so on standard error."""
     import processors
 
-    config = getattr(getattr(model, "config", None), "generation", {})
-    config = {} if args.no_generation_config else config
+    file, config = ("", {}) if args.no_generation_config else of_checkpoint(args.model)
     made, used = [], []
     for option in OPTIONS:
         value = getattr(args, option.key)
         if value is None and config.get(option.key) is not None:
-            value = check(option, f"generation_config.json: {option.key}", config[option.key])
+            value = check(option, f"{file}: {option.key}", config[option.key])
             if value != option.neutral:
                 used.append(f"{option.key} {json.dumps(value):.60}")
         if value is not None and value != option.neutral:
-            made.append(option.make(processors, value, model.eos_ids))
+            made.append(option.make(processors, value, eos_ids))
     left = [
         f"{key} {json.dumps(config[key]):.60}"
         for key, neutral in NOT_DONE.items()
@@ -170,5 +187,5 @@ def from_options(args, model):
     ]
     said = [", ".join(used)] * bool(used) + [f"without effect: {', '.join(left)}"] * bool(left)
     if said:
-        command.say(f"note: generation_config.json: {'; '.join(said)}")
+        command.say(f"note: {file}: {'; '.join(said)}")
     return made

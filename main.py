@@ -174,7 +174,7 @@ def load_models(args, group):
                 command.say(f"note: --{name.replace('_', '-')} has no effect on a T5")
 
     sampling = {n: getattr(args, n) for n in ("temp", "top_p", "top_k", "seed")}
-    asked = logits_options.from_options(args, model)
+    asked = logits_options.from_options(args, model.eos_ids)
     sampling |= {"logits_processors": asked} if asked else {}
     drafting = sampling | {
         n: getattr(args, n) for n in ("num_draft", "fixed_draft", "alpha", "delta")
@@ -231,7 +231,7 @@ def run(args, color):
     lost = [unknown(tokenizer, text) for _, text in texts]
     everywhere = [*chain(*lost, unknown(tokenizer, reference) if wanted else [])]
     if everywhere:
-        command.say(unknown_line(everywhere))
+        command.say(unknown_line(tokenizer, everywhere))
     if args.compare and prompts:  # the cost of first runs would fall on one of the two
         warm = {"prompt": prompts[0], "max_tokens": min(16, args.max_tokens)}
         list(make[args.mode]().stream(**warm, **extra))

@@ -65,12 +65,20 @@ def unknown(tokenizer, text):
     return [character for character in text if character in lost]
 
 
-def unknown_line(lost):
-    """The line that names at most ten of the lost characters."""
-    names = [*dict.fromkeys(lost)]
-    more = f" and {len(names) - 10} others" * (len(names) > 10)
-    told = f"{', '.join(map(repr, names[:10]))}{more}"
-    return f"note: the tokenizer does not know {told}: {len(lost)} times in the texts"
+def unknown_line(tokenizer, lost):
+    """The line that names at most ten of the lost characters; those that are but a space, last."""
+    lacks, spaces = "does not know {} ({} times)", "takes {} for a space ({} times)"
+    names: dict = {lacks: [], spaces: []}
+    for character in dict.fromkeys(lost):
+        is_space = tokenizer.encode(f"x{character}x") == tokenizer.encode("x x")
+        names[spaces if is_space else lacks].append(character)
+    said, room = [], 10
+    for what, characters in names.items():
+        told = ", ".join(map(repr, characters[:room])) or "others"
+        told += f" and {len(characters) - room} others" * (len(characters) > room > 0)
+        said += [what.format(told, sum(map(lost.count, characters)))] * bool(characters)
+        room -= min(room, len(characters))
+    return f"note: in the texts, the tokenizer {', '.join(said)}"
 
 
 class TextStream:

@@ -7,6 +7,7 @@ import copy
 import functools
 import json
 import re
+import shutil
 from pathlib import Path
 
 import mlx.core as mx
@@ -190,6 +191,22 @@ def test_command_line(folder, run):
     assert result["prompt_tokens"] == len(PROMPT.split())
     _, draft, errors = run(*options, "--draft-model", folder("qwen3", 1))
     assert json.loads(draft)["text"] == expected, errors
+
+
+def test_a_checkpoint_asks_for_a_penalty(folder, run, tmp_path):
+    """generation_config.json holds as a T5's does: every form of Qwen 2.5 has a penalty."""
+    model = Path(shutil.copytree(folder("qwen3"), tmp_path / "model"))
+    config = {"eos_token_id": [1, 2], "repetition_penalty": 1.7, "do_sample": True}
+    (model / "generation_config.json").write_text(json.dumps(config))
+    options = "--model", model, "--prompt", PROMPT, "-m", 30, "--json", "--no-chat-template"
+    _, asked, errors = run(*options, "--compare")
+    line = "note: generation_config.json: repetition_penalty 1.7; without effect: do_sample true\n"
+    assert errors.startswith(line)
+    _, unasked, errors = run(*options, "--no-generation-config")
+    assert "generation_config" not in errors
+    _, given, _ = run(*options, "--no-generation-config", "--repetition-penalty", 1.7)
+    asked, unasked, given = map(json.loads, (asked, unasked, given))
+    assert asked["text"] == given["text"] != unasked["text"] and asked["identical"]
 
 
 def test_refused_in_one_line(folder, run):

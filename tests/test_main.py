@@ -141,6 +141,13 @@ class Stream:
 class SpeculativeDecoder(Decoder):
     seconds = 1.0
 ''',
+    "checkpoint.py": """
+from pathlib import Path as find_folder
+
+
+def read_json(path):
+    return {}
+""",
     "prompt_lookup.py": """
 from decoder import Decoder
 
@@ -612,6 +619,9 @@ def refused(result, *words):
         (["--prompts-file", "nested.jsonl"], ["nested.jsonl", "line 1"]),
         (["--prompts-file", "empty.jsonl"], ["empty.jsonl", "line 2", "empty"]),
         (["--reference", "missing.txt"], ["missing.txt"]),
+        (["--reference", "-", "--prompt", "-"], ["--prompt and --reference", "standard input"]),
+        (["--reference", "-", "--prompt-file", "-"], ["--prompt-file and --reference"]),
+        (["--reference", "-", "--prompts-file", "-"], ["--prompts-file and --reference"]),
         (["--reference", "blank"], ["blank", "empty"]),
         (["--prompt", ""], ["empty"]),
         (["--prompt", "  "], ["empty"]),
@@ -667,8 +677,17 @@ def test_what_needs_no_model_imports_none(options):
 def test_help_is_short_and_shows_defaults():
     text = demo("--help", COLUMNS="80").out
     assert len(text.splitlines()) < 65
-    for default in ["(200)", "(auto)", "(16)", "(1)", "(0)", "(demo)"]:
+    assert text.count("2147483647") == 3
+    for default in ["(200)", "(auto)", "(16)", "(1)", "(0)", "(demo/t5-demo)", "(replace cat"]:
         assert default in text
+    for values in [
+        "0 to 1 ",
+        "1 to 255 ",
+        "0 to 4294967295 ",
+        "FILE may be -",
+        'like {"ID": BIAS}',
+    ]:
+        assert values in text
 
 
 # The demo
@@ -715,7 +734,11 @@ def test_demo_names_what_it_does_not_know_of_long_and_odd_prompts():
     result = demo("--prompt", "-", "-m", "5", stdin=text.encode())
     assert result.returncode == 0
     note, _ = result.err.splitlines()
-    assert note.startswith("note: ") and r"'\n', '😀', " in note and ": 8 times" in note
+    assert (
+        note.startswith("note: ")
+        and r"takes '\t', '\n' for a space (2 times)" in note
+        and "'😀', " in note
+    )
 
 
 def test_demo_refuses_what_is_no_model(tmp_path):

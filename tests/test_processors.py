@@ -1,9 +1,11 @@
 """Processors: the same text with and without drafts, and what each forbids, told by brute force."""
 
 import argparse
+import io
 import json
 import math
-from types import SimpleNamespace
+import re
+from collections import Counter
 
 import mlx.core as mx
 import numpy as np
@@ -13,6 +15,7 @@ from toys import HashModel, drafting, prompts, write
 import logits_options
 import processors
 from decoder import Decoder
+from prompt_lookup import PromptLookupDecoder
 from text import unknown, unknown_line
 
 EOS = 1
@@ -109,11 +112,64 @@ def test_a_processor_sees_what_stands_before_each_position(encoder):
     assert sum(drafted) > 6  # the draft model's drafts were made with the processor
 
 
-def test_nothing_is_called_where_there_are_no_processors(monkeypatch):
-    model = HashModel()
-    monkeypatch.setattr(mx, "split", None)
-    for decoder in [Decoder(model, logits_processors=[]), *drafting(model, model)]:
-        assert write(decoder, mx.array([5, 6], mx.uint32))[0]
+@pytest.mark.parametrize("temp", [0, 0.8])
+def test_processors_that_forbid_everything(temp):
+    """Behind three tokens; one line says so, and no token is made up."""
+    model, forbid = HashModel(), processors.bad_words([[token] for token in range(24)], [])
+    late = [lambda ids, logits: forbid(ids, logits) if ids.size > 3 else logits]
+    options = {"eos_id": None, "temp": temp, "logits_processors": late}
+    for decoder in Decoder(model, **options), *drafting(model, model, **options):
+        written = []
+        with pytest.raises(ValueError, match="^the logits processors forbid every token$"):
+            for token in decoder.stream(mx.array([5, 6, 5], mx.uint32), 20):
+                written.append(token)
+        assert len(written) <= 3
+
+
+def operations(*arrays):
+    """How often each operation stands in the graph behind arrays that are not evaluated yet."""
+    dot = io.StringIO()
+    mx.export_to_dot(dot, *arrays)
+    return Counter(re.findall(r'label ?= ?"([A-Za-z]+)', dot.getvalue()))
+
+
+def by_hand(model, count):
+    """The operations of a pass over so many tokens, and of the choice of the likeliest ones."""
+    cache, token = model.start(mx.array([5, 6, 5], mx.uint32))
+    mx.eval(cache.state)
+    logits = model.decode(mx.array([3] * count, mx.uint32), cache)
+    tokens = mx.argmax(logits, axis=-1)
+    return operations(tokens, mx.take_along_axis(logits, tokens[:, None], axis=-1)[:, 0])
+
+
+@pytest.mark.parametrize("none", [None, [], ()])
+def test_without_processors_a_pass_is_decode_and_argmax(monkeypatch, none):
+    """Nothing else is in its graph but what joins the last token, the draft and the cache."""
+    model, prompt, passes = HashModel(), mx.array([5, 6, 5], mx.uint32), []
+
+    def write_down(*arrays):
+        passes.append((arrays[0].size, operations(arrays[0], arrays[-1])))
+
+    def read(output, accepted, values, *search):
+        write_down(output, values)
+        return mx.eval(output, accepted, values, *search) or (output, accepted, values, *search)
+
+    monkeypatch.setattr(mx, "async_eval", lambda token, value, ids: write_down(token, value))
+    next(Decoder(model, None, logits_processors=none).stream(prompt, 2))
+    penalty = [processors.repetition_penalty(2.0)]
+    next(Decoder(model, None, logits_processors=penalty).stream(prompt, 2))
+    (_, plain), _, (_, punished), _ = passes
+    start = operations(model.start(prompt)[0].state)
+    assert plain - start - by_hand(model, 1) == Counter() != punished - start - by_hand(model, 1)
+
+    passes.clear()
+    monkeypatch.setattr("decoder.read", read)
+    options = {"num_draft": 3, "fixed_draft": True, "logits_processors": none}
+    for _ in PromptLookupDecoder(model, None, **options).stream(prompt, 20):
+        pass
+    assert max(size for size, _ in passes) > 1
+    for size, found in passes[1:]:
+        assert set(found - by_hand(model, size)) <= {"Concatenate", "Slice"}
 
 
 def parsed(*options):
@@ -122,18 +178,31 @@ def parsed(*options):
     return parser.parse_args(options)
 
 
-def made(config, *options):
-    model = SimpleNamespace(config=SimpleNamespace(generation=config), eos_ids=(EOS,))
-    return logits_options.from_options(parsed(*options), model)
+@pytest.fixture
+def made(tmp_path):
+    """generation_config.json, options -> the processors that are made of them."""
+
+    def make(generation, *options, config={}):  # noqa: B006
+        for name, content in ("generation_config", generation), ("config", config):
+            path = tmp_path / f"{name}.json"
+            path.unlink(missing_ok=True)
+            if content is not None:
+                path.write_text(json.dumps(content))
+        args = parsed(*options)
+        args.model = tmp_path
+        return logits_options.from_options(args, (EOS,))
+
+    return make
 
 
-def test_a_checkpoint_is_asked_where_no_option_says_otherwise(capsys):
+def test_a_checkpoint_is_asked_where_no_option_says_otherwise(made, capsys):
     config = {"no_repeat_ngram_size": 3, "min_length": 5, "num_beams": 4, "num_return_sequences": 1}
+    config |= {"max_length": 80, "length_penalty": 2.0}
     assert len(made(config)) == 2
     (line,) = capsys.readouterr().err.splitlines()
     assert line == (
         "note: generation_config.json: no_repeat_ngram_size 3, min_length 5;"
-        " without effect: num_beams 4"
+        " without effect: num_beams 4, max_length 80"
     )
     assert len(made(config, "--min-length", "0")) == 1
     assert "min_length" not in capsys.readouterr().err
@@ -142,8 +211,22 @@ def test_a_checkpoint_is_asked_where_no_option_says_otherwise(capsys):
     assert capsys.readouterr().err == ""
 
 
+def test_config_json_speaks_where_there_is_no_generation_config(made, capsys):
+    """As in transformers; what a checkpoint says of tasks does not hold for a prompt."""
+    config = {
+        "repetition_penalty": 1.5,
+        "task_specific_params": {"summarization": {"num_beams": 4}},
+    }
+    assert len(made(None, config=config)) == 1
+    said = capsys.readouterr().err
+    assert said.startswith("note: config.json: repetition_penalty 1.5; without effect: task_spec")
+    assert made({}, config=config) == []
+    said = capsys.readouterr().err
+    assert said.startswith("note: generation_config.json: without effect: task_specific_params {")
+
+
 @pytest.mark.parametrize("key, value", [("min_length", "x"), ("repetition_penalty", 0)])
-def test_a_checkpoint_with_a_wrong_value(key, value):
+def test_a_checkpoint_with_a_wrong_value(made, key, value):
     with pytest.raises(ValueError, match=f"generation_config.json: {key} is .*it must be"):
         made({key: value})
 
@@ -165,7 +248,7 @@ def test_wrong_options(option, text, capsys):
     assert f"{text} is not" in capsys.readouterr().err
 
 
-def test_every_option_arrives():
+def test_every_option_arrives(made):
     values = {
         "logit_bias": {"5": 2.0},
         "sequence_bias": [[[5, 6], 2.0]],
@@ -198,5 +281,9 @@ def test_unknown_characters():
     lost = unknown(Tokenizer(), "a {b{\n c\xad")
     assert lost == ["{", "{", "\n", "\xad"]
     assert unknown(Tokenizer(), "a b") == []
-    assert unknown_line(lost).endswith(r"know '{', '\n', '\xad': 4 times in the texts")
-    assert "'j' and 2 others: 12" in unknown_line("abcdefghijkl")
+    line = unknown_line(Tokenizer(), lost)
+    assert line.endswith(r" does not know '{', '\xad' (3 times), takes '\n' for a space (1 times)")
+    line = unknown_line(Tokenizer(), ["\n"] * 40)  # a plain text of many lines
+    assert line == r"note: in the texts, the tokenizer takes '\n' for a space (40 times)"
+    line = unknown_line(Tokenizer(), [*"abcdefghijkl\n"])
+    assert "'j' and 2 others (12 times), takes others for a space (1 times)" in line
