@@ -6,6 +6,7 @@ one line that names what is wrong.
 
 import json
 import os
+import re
 import zipfile
 from contextlib import contextmanager
 from dataclasses import dataclass, fields
@@ -142,18 +143,25 @@ def read_config(folder: Path) -> Config:
 
 def find_folder(path_or_id) -> Path:
     """The local folder of a checkpoint; a Hugging Face id is downloaded by huggingface_hub."""
-    name = str(path_or_id)
+    name, failure = str(path_or_id), "there is no such folder"
     if os.path.isdir(name):
         return Path(name)
-    with one_line("there is no such folder, and the Hugging Face hub did not help"):
-        from huggingface_hub import snapshot_download
+    if not re.fullmatch(r"(\w[\w.-]*/)?\w[\w.-]*", name):  # no id either
+        raise ValueError(failure)
+    try:
+        with one_line(f"{failure}, and the Hugging Face hub did not help"):
+            from huggingface_hub import snapshot_download
 
-        for weights in ("model*.safetensors", "pytorch_model*.bin"):
-            wanted = ["*.json", "*.model", "*.txt", weights]
-            folder = Path(snapshot_download(name, allow_patterns=wanted, ignore_patterns="*/*"))
-            if list(folder.glob(weights)):
-                break
-    return folder
+            for weights in ("model*.safetensors", "pytorch_model*.bin"):
+                wanted = ["*.json", "*.model", "*.txt", weights]
+                folder = Path(snapshot_download(name, allow_patterns=wanted, ignore_patterns="*/*"))
+                if list(folder.glob(weights)):
+                    break
+        return folder
+    except ValueError:
+        if os.path.isdir(os.path.dirname(name)):  # a folder was meant
+            raise ValueError(failure) from None
+        raise
 
 
 def open_tensors(folder: Path) -> dict:

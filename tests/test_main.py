@@ -741,6 +741,21 @@ def test_demo_names_what_it_does_not_know_of_long_and_odd_prompts():
     )
 
 
+@pytest.mark.parametrize(
+    "name", ["./t5-demoo", "demo/t5", "/none/t5", "../none", "~/t5", "a/b/t5", "demo/t5/", ""]
+)
+def test_a_folder_that_is_not_there(monkeypatch, name):
+    """It is no id of a model, or lies in a folder that exists: no advice about the hub."""
+    import checkpoint
+
+    monkeypatch.chdir(ROOT)
+    with pytest.raises(ValueError, match="^there is no such folder$"):
+        checkpoint.find_folder(name)
+    for id in "nobody/t5", "t5-demoo":
+        with pytest.raises(ValueError, match="no such folder, and the Hugging Face hub did not"):
+            checkpoint.find_folder(id)
+
+
 def test_demo_refuses_what_is_no_model(tmp_path):
     refused(demo("--model", str(tmp_path / "missing")), "missing")
     refused(demo("--model", str(tmp_path)), str(tmp_path))
