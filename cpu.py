@@ -293,6 +293,38 @@ class KeysAndValues:
         return attend(q.astype(mx.float32), keys, values, mask, alone).astype(q.dtype)
 
 
+class KVCache:
+    """KeysAndValues with the calls that a model of mlx-lm makes of a layer's cache."""
+
+    def __init__(self, window=None):
+        """window: of how many tokens a sliding window is; what has left it is kept."""
+        self.memory, self.window, self.offset = KeysAndValues(), window, 0
+
+    state = property(lambda self: (self.memory.keys, self.memory.values))
+    keys = property(lambda self: self.memory.keys[None].swapaxes(2, 3))
+    values = property(lambda self: self.memory.values[None])
+
+    def update_and_fetch(self, keys, values):
+        """keys, values (1, heads, L, d_kv) -> all of them, some more, which make_mask masks."""
+        _, heads, length, d_kv = keys.shape
+        if self.offset == 0:
+            self.memory.keys = mx.zeros((heads, d_kv, 0), keys.dtype)
+            self.memory.values = mx.zeros((heads, 0, values.shape[3]), values.dtype)
+        self.memory.update(keys[0], values[0], self.offset)
+        self.offset += length
+        visible = self.memory.visible(self.offset)
+        return self.keys[..., :visible, :], self.values[..., :visible, :]
+
+    def make_mask(self, n, window_size=None, return_array=True):
+        rows = mx.arange(self.offset, self.offset + n)[:, None]
+        columns = mx.arange(self.memory.visible(self.offset + n))
+        mask, window = columns <= rows, window_size or self.window
+        return mask & (columns > rows - window) if window else mask
+
+    def trim(self, n):
+        self.offset -= n
+
+
 def attend(q, keys, values, mask, alone=False):
     """q (heads, L, d_kv), keys (heads, d_kv, S), values (heads, S, d_kv), mask (S,) or (heads, L,
     S) -> (heads, L, d_kv), the heads shared by the streams. alone: each row's products by

@@ -21,8 +21,12 @@ class Cache(list):
 class Window(KVCache):
     """A sliding window that keeps what has left it, so that it can be rewound."""
 
+    def __init__(self, width):
+        super().__init__()
+        self.width = width
+
     def make_mask(self, n, window_size=None, **options):
-        return super().make_mask(n, window_size=window_size or self.max_size, **options)
+        return super().make_mask(n, window_size=window_size or self.width, **options)
 
 
 class Adapter:
@@ -33,15 +37,16 @@ class Adapter:
         self.alpha = getattr(model, "alpha", 0.05)
 
     def start(self, prompt):
-        cache = Cache(make_prompt_cache(self.model))
-        for i, layer in enumerate(cache):
-            if type(layer) is RotatingKVCache and layer.keep == 0:
-                cache[i] = Window()
-                cache[i].max_size = layer.max_size
-        if not all(isinstance(layer, KVCache) for layer in cache):
-            cache = list(cache)  # it cannot be rewound: for plain decoding
+        cache = self.make_cache()
         self.read(prompt[:-1], cache)
         return cache, prompt[-1:]
+
+    def make_cache(self):
+        layers = make_prompt_cache(self.model)
+        kept = [Window(c.max_size) if type(c) is RotatingKVCache else c for c in layers]
+        if all(isinstance(c, KVCache) for c in kept):
+            return Cache(kept)
+        return layers  # no trim(n): for plain decoding
 
     def read(self, tokens, cache):
         for i in range(0, tokens.size, PIECE):
@@ -61,12 +66,17 @@ class Rereader(Adapter):
 
     last = [], []  # the last prompt's ids and its cache
 
+    def make_cache(self):
+        cache = super().make_cache()
+        if cpu.in_use() and hasattr(cache, "trim"):  # a row has the same bits in every pass
+            cache[:] = [cpu.KVCache(getattr(layer, "width", None)) for layer in cache]
+        return cache
+
     def read(self, tokens, cache):
         ids, (last_ids, last_cache) = tokens.tolist(), self.last
         n = len(commonprefix([ids, last_ids])) // PIECE * PIECE
         for layer, last in zip(cache, last_cache, strict=True) if n else ():
-            layer.keys, layer.values = last.keys[..., :n, :], last.values[..., :n, :]
-            layer.offset = n
+            layer.update_and_fetch(last.keys[..., :n, :], last.values[..., :n, :])
         super().read(tokens[n:], cache)
         if hasattr(cache, "trim"):
             self.last = ids, cache
@@ -82,9 +92,8 @@ def load(path_or_id, adapter_path=None):
         model, tokenizer = mlx_lm.load(str(path_or_id), adapter_path=adapter_path)[:2]
         cpu.prepare(model, lambda _, module: "weight" in module)
     adapter = Rereader(model)
-    cache, _ = adapter.start(mx.array([0]))
-    names = ", ".join(sorted({type(layer).__name__ for layer in cache} - {"KVCache", "Window"}))
-    reason = f"{path_or_id}: its cache ({names}) cannot be rewound: use --regular-decode"
-    adapter.refusal = "" if hasattr(cache, "trim") else reason
+    fixed = sorted({type(layer).__name__ for layer in adapter.make_cache()} - {"KVCache", "Window"})
+    reason = f"{path_or_id}: its cache ({', '.join(fixed)}) cannot be rewound: use --regular-decode"
+    adapter.refusal = reason if fixed else ""
     adapter.eos_ids = tuple(sorted(tokenizer.eos_token_ids))
     return adapter, tokenizer
