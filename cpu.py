@@ -147,7 +147,8 @@ class BlockLinear(nn.Module):
         self.rows, self.columns = weight.shape
         width, depth = narrow_blocks()
         if not few:
-            width, depth = math.ceil(self.rows / used_streams(1, weight) / 16) * 16, self.columns
+            parts = used_streams(10 * FEW, weight)
+            width, depth = math.ceil(self.rows / parts / 16) * 16, self.columns
         pieces = math.ceil(self.columns / depth)
         if self.rows % width or self.columns % pieces:
             weight = mx.pad(weight, [(0, -self.rows % width), (0, -self.columns % pieces)])
@@ -198,7 +199,7 @@ def multiply(x, blocks, alone=False):
     for i, stream in enumerate(streams()[:count]):
         part = blocks if count == 1 else blocks[i * share : (i + 1) * share]
         parts.append(product(x, part, alone, stream))
-    y = parts[0] if count == 1 else mx.concatenate(parts)
+    y = parts[0] if count == 1 else mx.concatenate(parts, axis=2 if share == 1 else 0)
     return y.swapaxes(0, 1).reshape(y.shape[1], -1)
 
 
