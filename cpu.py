@@ -193,7 +193,7 @@ def multiply(x, blocks, alone=False):
     _, pieces, depth, _ = blocks.shape
     if x.shape[1] < pieces * depth:
         x = mx.pad(x, [(0, 0), (0, pieces * depth - x.shape[1])])
-    count = used_streams(len(x), blocks)
+    count = min(used_streams(len(x), blocks), len(blocks))
     x = mx.contiguous(x.reshape(len(x), pieces, depth).swapaxes(0, 1))
     share, parts = math.ceil(len(blocks) / count), []
     for i, stream in enumerate(streams()[:count]):

@@ -51,6 +51,14 @@ def test_many_rows_and_a_bias(layout, rows):
     assert mx.allclose(cpu.BlockLinear(layer.weight, layer.bias)(x), layer(x), atol=1e-4)
 
 
+@pytest.mark.parametrize("width", [40, 400, 1600])
+@pytest.mark.parametrize("rows", [1, 20, 33, 600, 3000])
+def test_a_prompt_of_any_length(rows, width):
+    """Blocks for the streams: fewer than there are of them, and more than are worth it."""
+    layer, x = nn.Linear(300, width), normal(rows, 300)
+    assert mx.allclose(cpu.BlockLinear(layer.weight, layer.bias, few=False)(x), layer(x), atol=1e-4)
+
+
 @pytest.mark.parametrize("rows", [40, 4032, 32100])
 def test_a_table_that_is_the_head_as_well(layout, rows):
     table = nn.Embedding(rows, 64)
