@@ -78,22 +78,20 @@ class Rereader(Adapter):
         for layer, last in zip(cache, last_cache, strict=True) if n else ():
             layer.update_and_fetch(last.keys[..., :n, :], last.values[..., :n, :])
         super().read(tokens[n:], cache)
-        if hasattr(cache, "trim"):
-            self.last = ids, cache
+        self.last = (ids, cache) if hasattr(cache, "trim") else ([], [])
 
 
 def load(path_or_id, adapter_path=None):
     """A folder or a Hugging Face id, LoRA adapters -> (Rereader, mlx-lm's tokenizer).
 
-    The Rereader has eos_ids, as a T5 of model.py has them, and `refusal`: why it can neither verify
-    nor write drafts, or "". Raises ValueError with one line.
+    The Rereader has eos_ids, as a T5 of model.py has them, and `fixed`: what of its cache cannot be
+    rewound, so that it can neither verify nor write drafts; or "". ValueError with one line.
     """
     with checkpoint.one_line(str(path_or_id)):
         model, tokenizer = mlx_lm.load(str(path_or_id), adapter_path=adapter_path)[:2]
         cpu.prepare(model, lambda _, module: "weight" in module)
     adapter = Rereader(model)
-    fixed = sorted({type(layer).__name__ for layer in adapter.make_cache()} - {"KVCache", "Window"})
-    reason = f"{path_or_id}: its cache ({', '.join(fixed)}) cannot be rewound: use --regular-decode"
-    adapter.refusal = reason if fixed else ""
+    kinds = {type(layer).__name__ for layer in adapter.make_cache()}
+    adapter.fixed = ", ".join(sorted(kinds - {"KVCache", "Window"}))
     adapter.eos_ids = tuple(sorted(tokenizer.eos_token_ids))
     return adapter, tokenizer

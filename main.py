@@ -161,11 +161,12 @@ def load_models(args, group):
         draft_model, draft_tokenizer = load(args.draft_model, group)
         both = (model, tokenizer), (draft_model, draft_tokenizer)
         check_draft(*((getattr(m, "config", None), t) for m, t in both))
-    for m in (model, draft_model) * (args.mode != "regular" and args.num_draft != 0):
-        if refusal := getattr(m, "refusal", ""):
-            raise ValueError(refusal)
+    models = (args.model, model), (args.draft_model, draft_model)
+    for name, m in models * (args.mode != "regular" and args.num_draft != 0):
+        if fixed := getattr(m, "fixed", ""):
+            raise ValueError(f"{name}: its cache ({fixed}) cannot be rewound: use --regular-decode")
     reader = functools.partial(encode, tokenizer)
-    if hasattr(model, "refusal"):
+    if hasattr(model, "fixed"):
         chat = {"system": args.system, "template": not args.no_chat_template}
         reader = functools.partial(encode_chat, tokenizer, **chat)
     else:

@@ -1,6 +1,7 @@
 """How many texts of mlx-lm's models differ with and without drafts at temperature 0.
 
-    python benchmarks/lm_texts.py   # pip install mlx-lm; some minutes on two cores
+    python benchmarks/lm_texts.py            # pip install mlx-lm; some minutes on two cores
+    python benchmarks/lm_texts.py --memory   # of reading a prompt of 10,000 tokens
 
 As divergence.py for T5s: random weights, and a head whose rows come in pairs that differ by about
 the rounding error, so that near ties abound. Prompts have 2 to 400 tokens, texts 20; every prompt
@@ -74,10 +75,29 @@ def adapt(model, layers):
     return lm.Adapter(model)
 
 
+def measure_memory():
+    """Prints the peak of MLX's memory while a Llama reads a prompt in pieces of several sizes."""
+    import lm
+
+    prompt = mx.random.randint(3, VOCAB, (10_000,), key=mx.random.key(0))
+    print("| tokens at a time | peak, MB |\n|---|---|")
+    for piece in lm.PIECE, 2048, prompt.size:
+        target, lm.PIECE = adapt(make_model("llama"), "as loaded"), piece
+        before = mx.get_active_memory()
+        mx.reset_peak_memory()
+        target.start(prompt)
+        print(f"| {piece:,} | {(mx.get_peak_memory() - before) / 1e6:,.0f} |", flush=True)
+
+
 def main():
     parser = argparse.ArgumentParser(description="Texts that differ with and without drafts.")
     parser.add_argument("--prompts", type=int, default=100, help="How many (100).")
-    count = command.parse(parser).prompts
+    parser.add_argument("--memory", action="store_true", help="Of reading a long prompt.")
+    options = command.parse(parser)
+    if options.memory:
+        measure_memory()
+        return
+    count = options.prompts
     rng = np.random.default_rng(0)
     prompts = [rng.integers(3, VOCAB, rng.integers(2, 401)).tolist() for _ in range(count)]
     head_line()
