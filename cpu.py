@@ -137,7 +137,7 @@ def redirect(function):
 class BlockLinear(nn.Module):
     """nn.Linear in float32: x (L, K) @ weight (N, K).T + bias.
 
-    `weight` is (B, P, depth, width): the columns of the matrix in B blocks, each in P pieces whose
+    `blocks` is (B, P, depth, width): the columns of the matrix in B blocks, each in P pieces whose
     products are added, filled up with zeros. There are many narrow blocks, or for the many rows of
     a prompt (`few` is False) one for each stream.
     """
@@ -153,14 +153,20 @@ class BlockLinear(nn.Module):
         if self.rows % width or self.columns % pieces:
             weight = mx.pad(weight, [(0, -self.rows % width), (0, -self.columns % pieces)])
         weight = weight.reshape(-1, width, pieces, weight.shape[1] // pieces)
-        self.weight = mx.contiguous(weight.transpose(0, 2, 3, 1))
+        self.blocks = mx.contiguous(weight.transpose(0, 2, 3, 1))
         self.alone = few and not rows_of_products_agree(self.columns)
         if bias is not None:
             self.bias = bias
 
+    @property
+    def weight(self):
+        """The matrix (N, K) itself, for a model that computes with it."""
+        matrix = self.blocks.transpose(0, 3, 1, 2).flatten(0, 1).flatten(1)
+        return matrix[: self.rows, : self.columns]
+
     def __call__(self, x):
         *outer, _ = x.shape
-        x, blocks = x.astype(mx.float32).reshape(-1, self.columns), self.weight
+        x, blocks = x.astype(mx.float32).reshape(-1, self.columns), self.blocks
         if len(x) > FEW and len(blocks) > len(streams()):  # worth a copy without gaps
             blocks = blocks.transpose(1, 2, 0, 3).reshape(1, 1, -1, blocks.shape[3] * len(blocks))
         y = multiply(x, blocks, self.alone and len(x) <= FEW)
@@ -176,8 +182,8 @@ class BlockEmbedding(BlockLinear):
         return super().__call__(x)
 
     def __call__(self, ids):
-        width = self.weight.shape[3]
-        return self.weight[ids // width, ..., ids % width].flatten(-2)[..., : self.columns]
+        width = self.blocks.shape[3]
+        return self.blocks[ids // width, ..., ids % width].flatten(-2)[..., : self.columns]
 
 
 def used_streams(rows, *read, more=0):

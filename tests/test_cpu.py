@@ -36,6 +36,7 @@ def layout(request, monkeypatch):
 def test_a_row_of_a_product_has_the_same_bits_among_any_others(layout, rows, columns):
     weight, x = normal(rows, columns), normal(cpu.FEW, columns, seed=1)
     product = cpu.BlockLinear(weight)
+    assert mx.array_equal(product.weight, weight)
     whole = product(x)
     exact = np.array(x, np.float64) @ np.array(weight, np.float64).T
     assert np.abs(np.array(whole) - exact).max() < 1e-4 * columns**0.5

@@ -248,17 +248,18 @@ def test_a_checkpoint_asks_for_a_penalty(folder, run, tmp_path):
     assert asked["text"] == given["text"] != unasked["text"] and asked["identical"]
 
 
-def test_lora(folder, tmp_path, run):
+@pytest.mark.parametrize("kind", ["lora", "dora"])
+def test_adapter_path(folder, tmp_path, run, kind):
     own, tokenizer = mlx_lm.load(folder("llama"))
     config = {"rank": 4, "scale": 2.0, "dropout": 0.0}
-    linear_to_lora_layers(own, 2, config)
-    lora = [(name, w) for name, w in tree_flatten(own.parameters()) if "lora_" in name]
+    linear_to_lora_layers(own, 2, config, use_dora=kind == "dora")
+    names = [(name, w) for name, w in tree_flatten(own.parameters()) if "lora_" in name]
     weights = {
         name: mx.random.normal(w.shape, key=mx.random.key(i)) * 0.3
-        for i, (name, w) in enumerate(lora)
+        for i, (name, w) in enumerate(names)
     }
     mx.save_safetensors(str(tmp_path / "adapters.safetensors"), weights)
-    config = {"fine_tune_type": "lora", "num_layers": 2, "lora_parameters": config}
+    config = {"fine_tune_type": kind, "num_layers": 2, "lora_parameters": config}
     (tmp_path / "adapter_config.json").write_text(json.dumps(config))
     tuned, _ = mlx_lm.load(folder("llama"), adapter_path=str(tmp_path))
     expected = own_text(tuned, tokenizer, encode_chat(tokenizer, "here", PROMPT), 30)
