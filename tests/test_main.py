@@ -697,7 +697,10 @@ def test_demo():
     result = demo(HF_HUB_OFFLINE="1")
     assert result.returncode == 0
     assert len(result.out) > 20 and result.out.endswith("\n")
-    assert re.fullmatch(r"prompt-lookup: \d+ tokens.*\n", result.err)
+    passes = re.fullmatch(r"prompt-lookup: \d+ tokens, (\d+) passes.*\n", result.err)[1]
+    with_reference = demo("--reference", str(ROOT / "demo" / "earlier.txt"))
+    assert with_reference.out == result.out
+    assert int(re.search(r"(\d+) passes", with_reference.err)[1]) < int(passes)
 
 
 def test_demo_text_is_the_same_however_it_is_written():
