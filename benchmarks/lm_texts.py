@@ -91,7 +91,7 @@ def measure_memory():
 
 def main():
     parser = argparse.ArgumentParser(description="Texts that differ with and without drafts.")
-    parser.add_argument("--prompts", type=int, default=100, help="How many (100).")
+    parser.add_argument("--prompts", type=command.between(1), default=100, help="How many (100).")
     parser.add_argument("--memory", action="store_true", help="Of reading a long prompt.")
     options = command.parse(parser)
     if options.memory:

@@ -106,6 +106,7 @@ def test_every_benchmark_refuses_in_one_line():
         "decode.py": ["--runs", "1" + 20 * "0"],
         "divergence.py": ["--prompts", "-1"],
         "draft_length.py": ["--rounds", "0"],
+        "lm_texts.py": ["--prompts", "0"],
         "machines.py": ["--bandwidth", "nan"],
         "memory.py": ["--size=--"],
         "replay.py": ["none.jsonl", "--tokenizer", "none.model"],

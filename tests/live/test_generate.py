@@ -1,6 +1,6 @@
 """Greedy ids with each processor are those of transformers' generate, drafted or not.
 
-    python -m pytest -q tests/live/test_generate.py --whole     # 100 prompts each: minutes
+python -m pytest -q tests/live/test_generate.py --whole     # 100 prompts each: minutes
 """
 
 import sys
