@@ -7,6 +7,7 @@ computed again. Where several processes take every n-th prompt, the first one wr
 import fcntl
 import hashlib
 import json
+import os
 import queue
 import sys
 import threading
@@ -14,6 +15,8 @@ import threading
 import command
 import ranks
 from text import read_text
+
+BEGINNING = b'{"index": '  # of an answer in the file
 
 
 def read_prompts(path):
@@ -40,21 +43,24 @@ class Answers:
         self.keys = [
             {"index": i, "hash": digest.hexdigest()[:16]} for i, digest in enumerate(hashes)
         ]
-        self.file = open(path, "ab", buffering=0)
+        if os.path.exists(path) and not os.path.isfile(path):
+            raise ValueError(f"--output {path}: it is no regular file")
+        self.path, self.file = path, open(path, "ab", buffering=0)
         try:
             fcntl.flock(self.file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except OSError:
+        except BlockingIOError:
             raise ValueError(f"--output {path}: another process is writing to it") from None
         found, end = set(), 0
         with open(path, "rb") as lines:
             for number, line in enumerate(lines, 1):
-                if not line.endswith(b"\n"):
-                    break
-                end += len(line)
                 try:
-                    answer = json.loads(line)
-                    found.add((answer["index"], answer["hash"]))
-                except (ValueError, LookupError, TypeError):
+                    if line.endswith(b"\n"):
+                        end += len(line)
+                        answer = json.loads(line)
+                        found.add((answer["index"], answer["hash"]))
+                    elif line[: len(BEGINNING)] != BEGINNING[: len(line)]:
+                        raise ValueError
+                except (ValueError, LookupError, TypeError, RecursionError):
                     what = f"line {number} is no answer that this program wrote"
                     raise ValueError(f"--output {path}: {what}") from None
         self.file.truncate(end)
@@ -62,8 +68,11 @@ class Answers:
 
     def write(self, i, result):
         line = json.dumps(self.keys[i] | result).encode() + b"\n"
-        while line:
-            line = line[self.file.write(line) :]
+        try:
+            while line:
+                line = line[self.file.write(line) :]
+        except OSError as error:
+            raise ValueError(f"cannot write to --output {self.path}: {error.strerror}") from None
 
 
 def answer_all(args, prompts, answer, apart, group):
@@ -71,6 +80,7 @@ def answer_all(args, prompts, answer, apart, group):
     each, None where all ranks answer each prompt together."""
     answers = None
     speaks = group is None or group.rank() == 0
+    has_bar = speaks and (apart or sys.stderr.isatty())  # mlx.launch passes it on
 
     def open_answers():
         nonlocal answers
@@ -91,7 +101,7 @@ def answer_all(args, prompts, answer, apart, group):
         else:
             print(json.dumps(result), flush=True)
         done += 1
-        if sys.stderr.isatty() or apart:  # mlx.launch passes a bar on
+        if has_bar:
             bar = f"\r[{'#' * (30 * done // len(prompts)):<30}] {done}/{len(prompts)}"
             command.say(bar, end="\n" * (done == len(prompts)))
 
@@ -102,6 +112,8 @@ def answer_all(args, prompts, answer, apart, group):
             for i in places:
                 write(i, answer(i))
     finally:
+        if has_bar and 0 < done < len(prompts):
+            command.say("")
         if answers:
             answers.file.close()
 
@@ -137,8 +149,8 @@ def take_turns(places, answer, write, group):
             break
         try:
             answered.put((answer(members[rank]) if rank < len(members) else None, None))
-        except ValueError as error:
-            answered.put((None, str(error)))
+        except ranks.FAILURES as error:
+            answered.put((None, f"rank {rank}: {str(error) or type(error).__name__}"))
             break
     thread.join()
     if errors:

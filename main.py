@@ -226,6 +226,12 @@ def run(args, color):
     encode, tokenizer, make = ranks.agree(lambda: load_models(args, together), apart)
     if not prompts:
         command.say(f"note: {args.prompts_file} has no prompts in it")
+    if apart:
+        import checkpoint
+
+        drafting = [args.draft_model] * (args.mode == "speculative")
+        for name in filter(None, [args.model, args.adapter_path, *drafting]):
+            ranks.check_checkpoints(checkpoint.find_folder(name), apart)
     texts, prompts = prompts, [encode(*prompt) for prompt in prompts]
     wanted = reference is not None and args.mode == "prompt-lookup"
     extra = {"reference": encode(args.reference, reference)} if wanted else {}
@@ -245,6 +251,7 @@ def run(args, color):
     def answer(i):
         stream = decoder.stream(prompts[i], args.max_tokens, **extra)
         result, report = write(tokenizer, args.mode, stream, None if args.json else show)
+        ranks.check_equal("texts", result["token_ids"], together)
         result["unknown"] = len(lost[i])
         if color and args.mode != "regular":
             report = f"{DRAFTED}drafted and accepted{RESET}, the target model's own\n{report}"
@@ -264,6 +271,7 @@ def run(args, color):
     else:
         result = answer(0)
         show(json.dumps(result) + "\n" if args.json else "")
+    ranks.leave(group)
 
 
 def end_line(color):

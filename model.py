@@ -250,9 +250,10 @@ def load(path_or_id, group=None):
     `mx.distributed` each rank loads its part, and all ranks run the model together.
     """
     try:
-        folder, model, tokenizer = ranks.agree(lambda: load_alone(path_or_id, group), group)
+        folder = ranks.agree(lambda: checkpoint.find_folder(path_or_id), group)
+        ranks.check_checkpoints(folder, group)
+        model, tokenizer = ranks.agree(lambda: load_alone(folder, group), group)
         if group:
-            ranks.check_equal("checkpoints", ranks.fingerprint(folder), group)
             ranks.check_equal("kinds of processors or of BLAS", model.alpha, group)
         # On the CPU `prepare` has tried all widths of every product already.
         model.check_rows((1, 2, 5, 11) if cpu.in_use() else range(1, WIDEST), group)
@@ -266,9 +267,8 @@ def load(path_or_id, group=None):
         raise ValueError(f"{path_or_id}: {error}") from None
 
 
-def load_alone(path_or_id, group):
-    """What of `load` a rank does by itself -> folder, model, tokenizer."""
-    folder = checkpoint.find_folder(path_or_id)
+def load_alone(folder, group):
+    """What of `load` a rank does by itself."""
     config, weights = checkpoint.read_config(folder), checkpoint.open_tensors(folder)
     checkpoint.check_depth(config, weights)
     model = T5(replace(config, own_head="lm_head.weight" in weights))
@@ -289,4 +289,4 @@ def load_alone(path_or_id, group):
     cpu.prepare(model, model.is_for_few_rows)
     for _, array in tree_flatten(model.parameters()):  # type: ignore
         mx.eval(array)  # one at a time, so that what it was made from can go
-    return folder, model, checkpoint.load_tokenizer(folder, config.vocab_size)
+    return model, checkpoint.load_tokenizer(folder, config.vocab_size)

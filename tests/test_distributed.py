@@ -2,6 +2,7 @@
 
 import json
 import os
+import random
 import shutil
 import signal
 import socket
@@ -40,11 +41,14 @@ if not ranks.number():
 
 
 def ports(count):
-    """Free ports of this machine."""
-    sockets = [socket.create_server(("127.0.0.1", 0)) for _ in range(count)]
-    found = [each.getsockname()[1] for each in sockets]
-    for each in sockets:
-        each.close()
+    """Free ports of this machine, none of those that the system gives away by itself."""
+    found = []
+    while len(found) < count:
+        try:
+            socket.create_server(("127.0.0.1", port := random.randrange(10_000, 30_000))).close()
+            found += [port] if port not in found else []
+        except OSError:
+            pass
     return found
 
 
