@@ -72,16 +72,16 @@ def read_json(path: Path) -> dict:
 def _check(right, name, value, wanted):
     """ValueError unless what a config says is right."""
     if not right:
-        raise ValueError(f"the config's {name} is {value!r}, not {wanted}")
+        raise ValueError(f"the config's {name} is {value!r:.100}, not {wanted}")
 
 
-def _token_ids(name, configs, default):
-    """The ids under `name` in the first of the configs that has some."""
+def _token_ids(name, configs, default, size=2**31):
+    """The ids under `name`, all below size, in the first of the configs that has some."""
     for config in configs:
         ids = config.get(name)
         ids = ids if isinstance(ids, list) else [] if ids is None else [ids]
-        right = all(type(i) is int and i >= 0 for i in ids)
-        _check(right, name, config.get(name), "a token id or a list of them")
+        right = all(type(i) is int and 0 <= i < size for i in ids)
+        _check(right, name, config.get(name), f"a token id below {size}, or a list of them")
         if ids:
             return tuple(ids)
     return default
@@ -106,9 +106,11 @@ def read_config(folder: Path) -> Config:
             value = values["num_layers"]
         elif value is None:
             value = defaults.get(entry.name, entry.default)
-        right = type(value) in (int, entry.type) and 0 < value < 2**31
-        _check(right, entry.name, value, "a number above 0")
+        right = type(value) in (int, entry.type) and 0 < value < 2**30
+        _check(right, entry.name, value, "a number above 0 and below 2**30")
         values[entry.name] = value
+    inner, size = values["num_heads"] * values["d_kv"], values["vocab_size"]
+    _check(inner < 2**29, "num_heads * d_kv", inner, "below 2**29")
     buckets = values["relative_attention_num_buckets"]
     _check(buckets >= 4, "relative_attention_num_buckets", buckets, "at least 4")
     reach = values["relative_attention_max_distance"]
@@ -128,12 +130,10 @@ def read_config(folder: Path) -> Config:
     }
 
     default = () if "eos_token_id" in config else (1,)
-    values["eos_ids"] = _token_ids("eos_token_id", [generation, config], default)
+    values["eos_ids"] = _token_ids("eos_token_id", [generation, config], default, size)
     pad = _token_ids("pad_token_id", [config], (0,))
-    start = _token_ids("decoder_start_token_id", [config, generation], pad)[0]
-    below = f"below vocab_size {values['vocab_size']}"
-    _check(start < values["vocab_size"], "decoder_start_token_id", start, below)
-    values["start_id"] = start
+    values["start_id"] = start = _token_ids("decoder_start_token_id", [config, generation], pad)[0]
+    _check(start < size, "decoder_start_token_id", start, f"below vocab_size {size}")
 
     values["quantization"] = how = config.get("quantization")
     known = "bits 4 or 8 and group_size 32, 64 or 128"
@@ -211,7 +211,7 @@ def to_mlx(tensor):
 
 
 def load_tokenizer(folder, vocab_size):
-    """The folder's tokenizer, whose ids must all be below vocab_size."""
+    """The folder's tokenizer, which has to work, with ids that must all be below vocab_size."""
     os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")  # it misses PyTorch, we do not
     from transformers import AutoTokenizer
 
@@ -223,8 +223,12 @@ def load_tokenizer(folder, vocab_size):
     if files and not any((folder / name).is_file() for name in files):
         # transformers made up an empty one
         raise ValueError(f"the folder has no tokenizer, none of {', '.join(files)}")
-    if len(tokenizer) > vocab_size:
-        raise ValueError(f"the tokenizer has {len(tokenizer)} ids, the model only {vocab_size}")
+    with one_line("the tokenizer does not work"):
+        ids = tokenizer("a b", verbose=False).input_ids
+        tokenizer.decode(ids, skip_special_tokens=True, clean_up_tokenization_spaces=False)
+        most = max(len(tokenizer), 1 + max(ids, default=0))
+    if most > vocab_size:
+        raise ValueError(f"the tokenizer has {most} ids, the model only {vocab_size}")
     return tokenizer
 
 

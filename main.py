@@ -18,7 +18,7 @@ import jobs
 import logits_options
 import ranks
 from command import between
-from text import TextStream, encode, encode_chat, read_text, unknown, unknown_line
+from text import TextStream, encode, encode_chat, read_text, unknown, unknown_line, with_one_end
 
 DEFAULT_MODEL = os.path.join(os.path.dirname(os.path.realpath(__file__)), "demo", "t5-demo")
 DEFAULT_PROMPT = (
@@ -137,7 +137,7 @@ def load(name, group, adapter_path=None):
     import model
 
     if (kind := model.kind(name)).endswith("t5"):
-        return model.load(name, group)
+        return with_one_end(*model.load(name, group))
     try:
         import lm
     except ImportError:

@@ -32,6 +32,15 @@ def encode(tokenizer, where, text):
     return ids
 
 
+def with_one_end(model, tokenizer):
+    """Both; ValueError where what ends a text for the tokenizer would not end the model's."""
+    end, ends = tokenizer.eos_token_id, model.eos_ids
+    if ends and end is not None and end not in ends:
+        said = ", ".join(map(str, ends))
+        raise ValueError(f"the tokenizer's eos_token_id is {end}, the model's {said}")
+    return model, tokenizer
+
+
 def encode_chat(tokenizer, where, text, system=None, template=True):
     """Text -> its token ids for a model of mlx-lm, as a user's message in the chat template where
     its tokenizer has one. ValueError where there is no text."""

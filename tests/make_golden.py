@@ -123,7 +123,7 @@ def make(name, folder, seed=3):
         generation = {"eos_token_id": files["eos"], "decoder_start_token_id": 0, "pad_token_id": 0}
         (folder / "generation_config.json").write_text(json.dumps(generation))
     save(tensors, folder, files.get("shards", 1))
-    make_tokenizer(tokenizer, folder)
+    make_tokenizer(tokenizer, folder, config.eos_token_id or 1)
 
 
 def save(tensors, folder, shards):
@@ -139,7 +139,7 @@ def save(tensors, folder, shards):
     (folder / "model.safetensors.index.json").write_text(json.dumps(index))
 
 
-def make_tokenizer(kind, folder):
+def make_tokenizer(kind, folder, eos):
     settings = {"tokenizer_class": "T5Tokenizer", "extra_ids": 3}
     if kind == "byt5":
         settings = {"tokenizer_class": "ByT5Tokenizer"}
@@ -156,8 +156,8 @@ def make_tokenizer(kind, folder):
             vocab_size=150,
             normalization_rule_name="identity",
             pad_id=0,
-            eos_id=1,
-            unk_id=2,
+            eos_id=eos,
+            unk_id=3 - eos,
             bos_id=-1,
             minloglevel=2,
         )

@@ -177,6 +177,14 @@ def config(**changes):
     return lambda folder: edit_json(folder / "config.json", **changes)
 
 
+def generation(**changes):
+    return lambda folder: edit_json(folder / "generation_config.json", **changes)
+
+
+def tokenizer(**changes):
+    return lambda folder: edit_json(folder / "tokenizer_config.json", **changes)
+
+
 def cut_weights(folder):
     content = (folder / "model.safetensors").read_bytes()
     (folder / "model.safetensors").write_bytes(content[:-1000])
@@ -259,6 +267,18 @@ def index_elsewhere(folder):
         ("t5-v1.1", config(eos_token_id="</s>"), "eos_token_id is '</s>'"),
         ("t5-v1.1", config(eos_token_id=[1, None]), "eos_token_id"),
         ("t5-v1.1", config(eos_token_id=True), "eos_token_id is True"),
+        ("t5-v1.1", config(eos_token_id=99999), "eos_token_id is 99999, .* below 160"),
+        ("t5-v1.1", config(eos_token_id=[1, 160]), "eos_token_id is .1, 160., .* below 160"),
+        ("odd-sizes", generation(eos_token_id=2**70), "eos_token_id is 1180591620717411303424"),
+        *[
+            ("t5-v1.1", config(**{name: size}), "2000000000|000 .* layers|disagree")
+            for name in ("num_layers", "num_decoder_layers", "d_model", "d_ff", "d_kv", "num_heads")
+            for size in (2_000_000_000, 10**6)
+        ],
+        ("t5-v1.1", config(vocab_size=2**29), "disagree"),
+        ("t5-v1.1", tokenizer(model_max_length="512"), "the tokenizer does not work"),
+        ("byt5", tokenizer(model_max_length="512"), "the tokenizer does not work"),
+        ("odd-sizes", tokenizer(model_max_length=[]), "the tokenizer"),
         ("t5-v1.1", config(quantization={"bits": 3, "group_size": 64}), "quantization"),
         ("byt5", config(vocab_size=383), r"\(384, 32\)"),
         ("sharded", unlink("model-00002-of-00003.safetensors"), "model-00002-of-00003"),
