@@ -319,6 +319,9 @@ class KVCache:
             self.memory.values = mx.zeros((heads, 0, values.shape[3]), values.dtype)
         self.memory.update(keys[0], values[0], self.offset)
         self.offset += length
+        return self.keys_and_values()
+
+    def keys_and_values(self):
         visible = self.memory.visible(self.offset)
         return self.keys[..., :visible, :], self.values[..., :visible, :]
 

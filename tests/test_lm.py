@@ -8,6 +8,7 @@ import functools
 import json
 import re
 import shutil
+import sys
 from pathlib import Path
 
 import mlx.core as mx
@@ -19,9 +20,19 @@ pytest.importorskip("mlx_lm", reason="pip install mlx-lm")
 import mlx_lm
 import test_text
 from mlx_lm import tokenizer_utils
-from mlx_lm.models import gemma3_text, llama, mamba2, phi, qwen3, recurrent_gemma
+from mlx_lm.models import (
+    deepseek_v2,
+    gemma3_text,
+    gpt_oss,
+    llama,
+    mamba2,
+    phi,
+    qwen3,
+    recurrent_gemma,
+    seed_oss,
+)
 from mlx_lm.tuner.utils import linear_to_lora_layers
-from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors
 from transformers import PreTrainedTokenizerFast
 
 import lm
@@ -46,6 +57,17 @@ SIZES = {
     "tie_word_embeddings": False,
 }
 GEMMA = {"sliding_window": 8, "sliding_window_pattern": 2, "query_pre_attn_scalar": 8}
+GPT_OSS = {"num_local_experts": 4, "num_experts_per_tok": 2, "rope_scaling": None}
+GPT_OSS |= {"layer_types": ["sliding_attention", "full_attention"], "sliding_window": 8}
+YARN = {"type": "yarn", "factor": 2.0, "original_max_position_embeddings": 256, "beta_fast": 32}
+YARN |= {"beta_slow": 1, "mscale": 1.0, "mscale_all_dim": 1.0}
+DEEPSEEK = {"kv_lora_rank": 8, "q_lora_rank": None, "qk_rope_head_dim": 4, "qk_nope_head_dim": 4}
+DEEPSEEK |= {
+    "v_head_dim": 6,
+    "n_routed_experts": 2,
+    "first_k_dense_replace": 2,
+    "rope_scaling": YARN,
+}
 MAMBA = {"num_heads": 8, "state_size": 4, "conv_kernel": 4, "n_groups": 1, "time_step_rank": 4}
 MAMBA |= {"use_bias": False, "use_conv_bias": True, "time_step_limit": (0.0, 10.0)}
 MAMBA |= {"layer_norm_epsilon": 1e-5}
@@ -59,6 +81,9 @@ KINDS = {
     "gemma3_text": (gemma3_text, GEMMA),
     "phi": (phi, PHI),
     "tied": (qwen3, {"model_type": "qwen3", "tie_word_embeddings": True}),
+    "gpt_oss": (gpt_oss, GPT_OSS),
+    "seed_oss": (seed_oss, {"tie_word_embeddings": True}),
+    "deepseek_v2": (deepseek_v2, DEEPSEEK),
     "mamba2": (mamba2, MAMBA),
     "recurrent_gemma": (recurrent_gemma, RECURRENT),
 }
@@ -84,6 +109,8 @@ def write_folder(folder, kind, seed=0):
     tokenizer = Tokenizer(models.WordLevel(words, unk_token="<unk>"))
     tokenizer.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
     tokenizer.decoder = decoders.Fuse()
+    begin = {"single": "w62 $A", "special_tokens": [("w62", 62)]}
+    tokenizer.post_processor = processors.TemplateProcessing(**begin)
     fast = PreTrainedTokenizerFast(tokenizer_object=tokenizer, unk_token="<unk>", eos_token="</s>")
     fast.chat_template = TEMPLATE
     fast.save_pretrained(folder)
@@ -106,7 +133,7 @@ def own_text(model, tokenizer, prompt, max_tokens):
     return [answer.token for answer in answers if answer.token not in (1, 2)]
 
 
-@pytest.mark.parametrize("kind", ["llama", "mistral", "qwen3", "tied", "gemma3_text", "phi"])
+@pytest.mark.parametrize("kind", [*KINDS][:-2])
 def test_greedy_text_is_mlx_lms(folder, kind):
     own, tokenizer = mlx_lm.load(folder(kind))
     model, _ = lm.load(folder(kind))
@@ -133,7 +160,7 @@ def test_prompt_is_what_mlx_lm_makes_of_it(folder):
     messages = [{"role": "system", "content": "w3"}, {"role": "user", "content": "w4 w5"}]
     chat = tokenizer.apply_chat_template(messages, add_generation_prompt=True)
     assert encode_chat(tokenizer, "here", "w4 w5", "w3") == chat == [60, 58, 3, 60, 59, 4, 5, 61]
-    assert encode_chat(tokenizer, "here", "w4 w5", "w3", template=False) == [4, 5]
+    assert encode_chat(tokenizer, "here", "w4 w5", "w3", template=False) == [62, 4, 5]
     with pytest.raises(ValueError, match="here: the text is empty"):
         encode_chat(tokenizer, "here", " \n")
 
@@ -227,7 +254,7 @@ def test_command_line(folder, run):
     assert result["text"] == expected and result["identical"]
     assert result["prompt_tokens"] == len(chat)
     result = json.loads(run(*options, "--ignore-chat-template")[1])
-    assert result["prompt_tokens"] == len(PROMPT.split())
+    assert result["prompt_tokens"] == 1 + len(PROMPT.split())
     _, draft, errors = run(*options, "--draft-model", folder("qwen3", 1))
     assert json.loads(draft)["text"] == expected, errors
 
@@ -357,6 +384,12 @@ def test_what_cannot_be_rewound_is_decoded_plainly(folder, run, kind):
             "--model", folder(kind), "--prompt", PROMPT, "-m", 20, "--json", *option
         )
         assert status == 0 and json.loads(result)["token_ids"] == expected, errors
+
+
+def test_mlx_lm_is_asked_for_where_it_is_missing(folder, run, monkeypatch):
+    monkeypatch.setitem(sys.modules, "lm", None)
+    status, _, errors = run("--model", folder("qwen3"), "--prompt", PROMPT)
+    assert status == 2 and errors.endswith("a qwen3 model needs mlx-lm: pip install mlx-lm\n")
 
 
 def test_what_has_no_effect_on_a_t5_is_said(run):
