@@ -181,19 +181,13 @@ def load_models(args, group):
         n: getattr(args, n) for n in ("num_draft", "fixed_draft", "alpha", "delta")
     }
     ngrams = {"ngram_max": args.ngram_max, "ngram_min": args.ngram_min}
-    return (
-        reader,
-        tokenizer,
-        {  # a copy: each decoder reads for itself, see lm.Rereader
-            "regular": lambda: Decoder(copy(model), model.eos_ids, **sampling),
-            "prompt-lookup": lambda: PromptLookupDecoder(
-                copy(model), model.eos_ids, **ngrams, **drafting
-            ),
-            "speculative": lambda: SpeculativeDecoder(
-                copy(model), copy(draft_model), model.eos_ids, **drafting
-            ),
-        },
-    )
+    eos = model.eos_ids
+    make = {  # with copies: each decoder reads for itself, see lm.Rereader
+        "regular": lambda: Decoder(copy(model), eos, **sampling),
+        "prompt-lookup": lambda: PromptLookupDecoder(copy(model), eos, **ngrams, **drafting),
+        "speculative": lambda: SpeculativeDecoder(copy(model), copy(draft_model), eos, **drafting),
+    }
+    return reader, tokenizer, make
 
 
 def write(tokenizer, mode, stream, show=None):
