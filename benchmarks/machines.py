@@ -1,6 +1,7 @@
 """When are two machines faster than one? On paper, for the passes of FLAN-T5s over one token.
 
     python benchmarks/machines.py
+    mlx.launch -n 2 python benchmarks/machines.py --memory FOLDER
 
 A pass reads the decoder's weights and the head from memory; divided by two ranks, each reads half
 of the decoder and all of the head, and they exchange their parts three times a layer. What is sent
@@ -11,6 +12,7 @@ from start import ROOT, command
 
 # isort: split
 import argparse
+import json
 import sys
 
 SIZES = {  # d_model, heads * d_kv, d_ff, layers
@@ -43,6 +45,37 @@ def count_bytes():
             sublayer.group = "two ranks"
     mx.eval(t5.decode(token, cache))
     return sum(sent), 3 * t5.config.d_model * 4 * t5.config.num_decoder_layers
+
+
+def write_random(folder, size="t5-small"):
+    """A checkpoint of random weights, with the tokenizer of the demo."""
+    import shutil
+
+    from mlx.core import array, save_safetensors
+
+    import widen
+
+    shutil.copytree(widen.DEMO, folder)
+    config = json.loads((folder / "config.json").read_text()) | widen.SIZES[size]
+    (folder / "config.json").write_text(json.dumps(config))
+    weights = {name: array(weight) for name, weight in widen.random_weights(config).items()}
+    save_safetensors(str(folder / "model.safetensors"), weights, {"format": "pt"})
+
+
+def print_memory(folder):
+    """Of a rank, what it holds of the model and the most that MLX held while it was loaded."""
+    sys.path.insert(0, str(ROOT))
+    import mlx.core as mx
+    from mlx.utils import tree_flatten
+
+    import model
+    import ranks
+
+    group = ranks.join()
+    t5, _ = model.load(folder, group)
+    share = sum(array.nbytes for _, array in tree_flatten(t5.parameters()))
+    print(f"MB of a rank: {share / 1e6:.1f} at most {mx.get_peak_memory() / 1e6:.1f}", flush=True)
+    ranks.leave(group)
 
 
 def main():
