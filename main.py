@@ -217,15 +217,16 @@ def run(args, color):
     prompts = ranks.share(lambda: read_prompts(args), group)
     reference = ranks.share(lambda: args.reference and read_text(args.reference), group)
     together, apart = (None, group) if args.data_parallel else (group, None)
-    encode, tokenizer, make = ranks.agree(lambda: load_models(args, together), apart)
-    if not prompts:
-        command.say(f"note: {args.prompts_file} has no prompts in it")
     if apart:
         import checkpoint
 
         drafting = [args.draft_model] * (args.mode == "speculative")
         for name in filter(None, [args.model, args.adapter_path, *drafting]):
-            ranks.check_checkpoints(checkpoint.find_folder(name), apart)
+            folder = ranks.agree(functools.partial(checkpoint.find_folder, name), apart)
+            ranks.check_checkpoints(folder, apart)
+    encode, tokenizer, make = ranks.agree(lambda: load_models(args, together), apart)
+    if not prompts:
+        command.say(f"note: {args.prompts_file} has no prompts in it")
     texts, prompts = prompts, [encode(*prompt) for prompt in prompts]
     wanted = reference is not None and args.mode == "prompt-lookup"
     extra = {"reference": encode(args.reference, reference)} if wanted else {}

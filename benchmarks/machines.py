@@ -51,9 +51,8 @@ def write_random(folder, size="t5-small"):
     """A checkpoint of random weights, with the tokenizer of the demo."""
     import shutil
 
-    from mlx.core import array, save_safetensors
-
     import widen
+    from mlx.core import array, save_safetensors
 
     shutil.copytree(widen.DEMO, folder)
     config = json.loads((folder / "config.json").read_text()) | widen.SIZES[size]
