@@ -220,10 +220,9 @@ def run(args, color):
     if apart:
         import checkpoint
 
-        drafting = [args.draft_model] * (args.mode == "speculative")
-        for name in filter(None, [args.model, args.adapter_path, *drafting]):
-            folder = ranks.agree(functools.partial(checkpoint.find_folder, name), apart)
-            ranks.check_checkpoints(folder, apart)
+        names = [args.model, args.adapter_path, *[args.draft_model] * (args.mode == "speculative")]
+        for name in filter(None, names):
+            ranks.same_checkpoint(functools.partial(checkpoint.find_folder, name), apart)
     encode, tokenizer, make = ranks.agree(lambda: load_models(args, together), apart)
     if not prompts:
         command.say(f"note: {args.prompts_file} has no prompts in it")

@@ -250,8 +250,7 @@ def load(path_or_id, group=None):
     `mx.distributed` each rank loads its part, and all ranks run the model together.
     """
     try:
-        folder = ranks.agree(lambda: checkpoint.find_folder(path_or_id), group)
-        ranks.check_checkpoints(folder, group)
+        folder = ranks.same_checkpoint(lambda: checkpoint.find_folder(path_or_id), group)
         model, tokenizer = ranks.agree(lambda: load_alone(folder, group), group)
         if group:
             ranks.check_equal("kinds of processors or of BLAS", model.alpha, group)

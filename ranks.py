@@ -144,10 +144,12 @@ def check_equal(what, value, group):
             raise ValueError(f"ranks 0 and {rank} have different {what}")
 
 
-def check_checkpoints(folder, group):
-    """ValueError unless all ranks have the same checkpoint in their folder."""
+def same_checkpoint(find, group):
+    """find() -> a folder on every rank; ValueError unless all of them hold the same checkpoint."""
+    folder = agree(find, group)
     if group:
         check_equal("checkpoints", agree(lambda: fingerprint(folder), group), group)
+    return folder
 
 
 def all_sum(x, group):
