@@ -8,11 +8,11 @@ import sys
 endings: list = []  # functions without arguments, called when a signal ends the process
 
 
-def begin(*others):
-    """Before a command imports what takes time, or opens files. Ctrl-C and the other signals end
-    the process without a word from here on."""
+def begin(tidy=False):
+    """Before a command imports what takes time, or opens files: Ctrl-C ends the process without a
+    word from here on. tidy: as other signals do, since there are `endings`."""
     open_streams()
-    for number in (signal.SIGINT, *others):
+    for number in [signal.SIGINT] + [signal.SIGTERM, signal.SIGHUP] * tidy:
         if signal.getsignal(number) is not signal.SIG_IGN:
             signal.signal(number, end)
 

@@ -7,12 +7,10 @@ tokenizer and model.safetensors. Tensors are read and changed one after another,
 written is loaded once: the result has to fit in memory, not the checkpoint.
 """
 
-import signal
-
 import command
 
 if __name__ == "__main__":
-    command.begin(signal.SIGTERM, signal.SIGHUP)
+    command.begin(tidy=True)
 
 import argparse
 import json
@@ -89,16 +87,15 @@ def _write_tensors(tensors, work, dtype, quantization):
             tensor = tensor.astype(dtype)
             if dtype == mx.float16 and not mx.isfinite(tensor).all():
                 raise ValueError(f"{name} has values that float16 cannot hold; use bfloat16")
-        arrays = {name: tensor}
+        names, parts = [name], [tensor]
         if quantization and tensor.ndim == 2 and "relative_attention_bias" not in name:
             if tensor.shape[1] % quantization["group_size"]:
                 skipped.append(name)
             else:
-                key = name.removesuffix("weight")
-                parts = mx.quantize(tensor, **quantization)
-                arrays = dict(zip([name, f"{key}scales", f"{key}biases"], parts, strict=True))
-        mx.eval(arrays)  # now, so that what it was made from can go
-        written |= arrays
+                names += [name.removesuffix("weight") + part for part in ("scales", "biases")]
+                parts = [*mx.quantize(tensor, **quantization)]
+        mx.eval(parts)  # now, so that what it was made from can go
+        written |= zip(names, parts, strict=True)
     mx.save_safetensors(str(work / "model.safetensors"), written, {"format": "pt"})
     return skipped
 
@@ -112,8 +109,9 @@ def _copy_files(folder, work, dtype, quantization):
     if quantization:
         config["quantization"] = quantization
     (work / "config.json").write_text(json.dumps(config, indent=2) + "\n")
-    for file in [f for pattern in ("*.json", "*.model", "*.txt") for f in folder.glob(pattern)]:
-        if file.name != "config.json" and not file.name.endswith(".index.json"):
+    for file in folder.iterdir():
+        left = file.name == "config.json" or file.name.endswith(".index.json")
+        if file.suffix in (".json", ".model", ".txt") and not left:
             shutil.copyfile(file, work / file.name)
 
 

@@ -1,6 +1,5 @@
 """Imported first by every benchmark: Ctrl-C ends it without a word from then on."""
 
-import signal
 import sys
 from pathlib import Path
 
@@ -11,6 +10,6 @@ HERE = Path(__file__).resolve().parent
 ROOT = HERE.parent
 
 if Path(sys.argv[0]).resolve().parent == HERE:  # it is run, not imported by a test
-    command.begin(signal.SIGTERM, signal.SIGHUP)
+    command.begin(tidy=True)
 
 __all__ = ["ROOT", "command"]

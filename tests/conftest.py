@@ -9,4 +9,4 @@ sys.path.insert(0, str(Path(__file__).parent.parent))
 
 
 def pytest_addoption(parser):
-    parser.addoption("--whole", action="store_true", help="tests/machines: all, not a sample")
+    parser.addoption("--whole", action="store_true", help="all, not a sample")

@@ -278,7 +278,7 @@ def test_a_signal_leaves_nothing_behind(tmp_path, name):
     script = f"""
 import os, signal, sys, convert
 signal.signal(signal.SIGHUP, signal.SIG_DFL)  # nohup ignores it
-convert.command.begin(signal.SIGTERM, signal.SIGHUP)
+convert.command.begin(tidy=True)
 convert._copy_files = lambda *_: os.kill(os.getpid(), signal.{name})
 sys.argv[1:] = ["--model", {str(GOLDEN / "flan-t5")!r}, "--out", {str(tmp_path / "out")!r}]
 sys.exit(convert.command.run("convert.py", convert.main))
