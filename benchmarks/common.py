@@ -6,6 +6,7 @@ from start import command
 import contextlib
 import json
 import os
+import signal
 import subprocess
 import sys
 import tempfile
@@ -20,6 +21,11 @@ SETTLE = 0.3  # seconds; idle OpenMP threads keep spinning for 0.2, which would 
 
 
 note = command.say
+
+
+def ignore_interrupts():
+    """In a process that ends when the one that started it has."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
 
 
 def scratch():
@@ -47,15 +53,18 @@ class Engine:
     """
 
     def __init__(self, script, name, *arguments, pin=False):
-        command = [sys.executable, script, "--engine", name, *map(str, arguments)]
-        first = {min(os.sched_getaffinity(0))} if pin and hasattr(os, "sched_setaffinity") else None
+        def prepare():
+            ignore_interrupts()
+            if pin and hasattr(os, "sched_setaffinity"):
+                os.sched_setaffinity(0, {min(os.sched_getaffinity(0))})
+
         self.name = name
         self.process = subprocess.Popen(
-            command,
+            [sys.executable, script, "--engine", name, *map(str, arguments)],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             text=True,
-            preexec_fn=(lambda: os.sched_setaffinity(0, first)) if first else None,
+            preexec_fn=prepare,
         )
         self.ask()  # has loaded
 
@@ -92,4 +101,14 @@ def timed(function, *arguments):
     return time.perf_counter() - began, result
 
 
-__all__ = ["Engine", "SIZES", "checkpoint", "median", "note", "scratch", "serve", "timed"]
+__all__ = [
+    "Engine",
+    "SIZES",
+    "checkpoint",
+    "ignore_interrupts",
+    "median",
+    "note",
+    "scratch",
+    "serve",
+    "timed",
+]

@@ -23,7 +23,17 @@ import sys
 import time
 from pathlib import Path
 
-from common import SIZES, Engine, checkpoint, median, note, scratch, serve, timed
+from common import (
+    SIZES,
+    Engine,
+    checkpoint,
+    ignore_interrupts,
+    median,
+    note,
+    scratch,
+    serve,
+    timed,
+)
 
 MODES = {
     "mlx": ["regular", "prompt-lookup", "speculative"],
@@ -219,7 +229,7 @@ def convert_for_ctranslate2(folder, out):
     """In a process of its own: PyTorch must not be loaded where CTranslate2 is timed."""
     code = "import ctranslate2, sys; c = ctranslate2.converters.TransformersConverter(sys.argv[1])"
     process = [sys.executable, "-c", f"{code}; c.convert(sys.argv[2])", str(folder), str(out)]
-    if subprocess.run(process, stdout=sys.stderr).returncode:
+    if subprocess.run(process, stdout=sys.stderr, preexec_fn=ignore_interrupts).returncode:
         raise RuntimeError("CTranslate2 cannot convert the checkpoint; see its message above")
 
 

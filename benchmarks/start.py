@@ -1,15 +1,16 @@
 """Imported first by every benchmark: Ctrl-C ends it without a word from then on."""
 
 import sys
-from pathlib import Path
+from os.path import dirname, realpath
 
-sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
+sys.path.insert(0, dirname(dirname(realpath(__file__))))
 import command
 
-HERE = Path(__file__).resolve().parent
-ROOT = HERE.parent
-
-if Path(sys.argv[0]).resolve().parent == HERE:  # it is run, not imported by a test
+if dirname(realpath(sys.argv[0])) == dirname(realpath(__file__)):  # it is run, not imported
     command.begin(tidy=True)
+
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parent.parent
 
 __all__ = ["ROOT", "command"]
