@@ -140,7 +140,7 @@ def test_greedy_text_is_mlx_lms(folder, kind):
     draft_model, _ = lm.load(folder(kind, 1))
     assert model.eos_ids == (1, 2)
     prompt = encode_chat(tokenizer, "here", PROMPT)
-    expected = own_text(own, tokenizer, prompt, 60)
+    expected = own_text(own, tokenizer, prompt, 40)
     fixed = {"num_draft": 5, "fixed_draft": True}
     accepted = []
     for decoder in (
@@ -149,7 +149,7 @@ def test_greedy_text_is_mlx_lms(folder, kind):
         SpeculativeDecoder(model, draft_model, model.eos_ids, **fixed),
         SpeculativeDecoder(model, model, model.eos_ids, **fixed),
     ):
-        stream = decoder.stream(mx.array(prompt), 60)
+        stream = decoder.stream(mx.array(prompt), 40)
         assert ids(stream) == expected
         accepted.append((stream.stats.accepted, stream.stats.drafted))
     assert accepted[3][0] == accepted[3][1] > 0  # also past the end of a sliding window
