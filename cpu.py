@@ -301,7 +301,11 @@ class KeysAndValues:
 
 
 class KVCache:
-    """KeysAndValues with the calls that a model of mlx-lm makes of a layer's cache."""
+    """KeysAndValues with the calls that a model of mlx-lm makes of a layer's cache.
+
+    MLX's own attention reads it: where its products are small and OpenBLAS has AVX-512, a row's
+    bits do not depend on the number of rows; there is no such promise elsewhere.
+    """
 
     def __init__(self, window=None):
         """window: of how many tokens a sliding window is; what has left it is kept."""

@@ -68,7 +68,7 @@ class Rereader(Adapter):
 
     def make_cache(self):
         cache = super().make_cache()
-        if cpu.in_use() and hasattr(cache, "trim"):  # a row has the same bits in every pass
+        if cpu.in_use() and hasattr(cache, "trim"):
             cache[:] = [cpu.KVCache(getattr(layer, "width", None)) for layer in cache]
         return cache
 

@@ -104,6 +104,7 @@ def parse_arguments(argv=None):
         (lookup * (args.mode == "speculative"), "with --draft-model"),
         (["top_p", "top_k", "seed"] * (args.temp == 0), "at --temp 0"),
         (["alpha"] * args.fixed_draft, "with --fixed-draft"),
+        (["system"] * args.no_chat_template, "with --no-chat-template"),
         (["color"] * args.json, "on JSON"),
     ]:
         for name in names:

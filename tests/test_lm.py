@@ -397,6 +397,7 @@ def test_what_has_no_effect_on_a_t5_is_said(run):
     errors = run("--prompt", "replace a with b: a", *options)[2]
     for name in "--system", "--no-chat-template", "--adapter-path":
         assert f"note: {name} has no effect on a T5\n" in errors
+    assert "note: --system has no effect with --no-chat-template\n" in errors
 
 
 @pytest.mark.parametrize("make", [test_text.bpe, functools.partial(test_text.unigram, True)])
