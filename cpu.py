@@ -13,12 +13,14 @@ Whether a row's bits depend on the number of rows is tried before products of th
 where they do, each row becomes a product of its own.
 """
 
+import contextlib
 import ctypes
 import functools
 import math
 import mmap
 import os
 import platform
+import resource
 import struct
 import sys
 from concurrent.futures import ThreadPoolExecutor
@@ -439,6 +441,35 @@ def attend_whole(q, k, v, bias):
     whole = mx.concatenate(y)
     mx.eval(whole)  # so that the scores can go
     return whole
+
+
+def memory_left():
+    """Bytes that this process could still get: an upper bound, by what the system tells."""
+    page, limits = os.sysconf("SC_PAGE_SIZE"), []
+    limits.append(page * os.sysconf("SC_PHYS_PAGES"))
+    limit = resource.getrlimit(resource.RLIMIT_AS)[0]
+    if limit != resource.RLIM_INFINITY:
+        statm = Path("/proc/self/statm")
+        used = page * int(statm.read_text().split()[0]) if statm.exists() else 0
+        limits.append(limit - used + mx.get_cache_memory())
+    for name in "memory.max", "memory/memory.limit_in_bytes":  # of a container
+        with contextlib.suppress(OSError, ValueError):
+            limits.append(int(Path("/sys/fs/cgroup", name).read_text()))
+    return min(limits)
+
+
+def check_memory(heads, queries, keys):
+    """ValueError where the bias and the scores of `attend_whole` have no room."""
+    needed = (
+        4 * heads * queries * (2 * keys + queries)
+    )  # each row of the bias is cut from a longer one
+    left = memory_left() if in_use() else math.inf
+    if needed > left:
+        has = f"there are {max(left, 0) / 1e9:.1f} GB"
+        raise ValueError(
+            f"the prompt of {keys} tokens is too long: encoding it takes {needed / 1e9:.1f} GB of"
+            f" memory or more, {has}"
+        )
 
 
 class Activation(nn.Module):

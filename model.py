@@ -17,7 +17,7 @@ from mlx.utils import tree_flatten
 import checkpoint
 import cpu
 import ranks
-from layers import STEP, Cache, KeysAndValues, Stack, linear, project
+from layers import QUERIES, STEP, Cache, KeysAndValues, Stack, linear, project
 
 WIDEST = 32  # a pass over more tokens is computed in blocks of at most so many
 
@@ -83,6 +83,8 @@ class T5(nn.Module):
 
     def read(self, prompt):
         """prompt (S,) -> what the cross-attention of each block of the decoder looks at."""
+        heads = self.encoder.block[0].layer[0].SelfAttention.heads
+        cpu.check_memory(heads, min(prompt.size, QUERIES), prompt.size)
         encoded, memories = self.encode(prompt), []
         for block in self.decoder.block:
             attention = block.layer[1].EncDecAttention

@@ -12,6 +12,7 @@ import pytest
 
 import cpu
 from layers import ACTIVATIONS, Activation
+from model import load
 
 ROOT = Path(__file__).parent.parent
 GOLDEN = Path(__file__).parent / "golden"
@@ -191,3 +192,28 @@ def test_where_it_is_not_installed_one_line_says_so():
     code = "import sys; sys.modules['scipy_openblas32'] = None\nprint(cpu.load_blas())"
     text, said = child(code, FAST_BLAS="")
     assert text == "None" and said.count("\n") == 1 and "pip install scipy-openblas32" in said
+
+
+@pytest.mark.parametrize("length", [3000, 30_000, 10**6])
+def test_a_prompt_without_room_is_told_beforehand(monkeypatch, length):
+    """Whichever limit is the lowest; what could fit is not refused."""
+    model = load(GOLDEN / "t5-v1.1")[0]
+    prompt = mx.arange(length) % 100 + 3
+    needed = 4 * 4 * 2048 * (2 * length + 2048)
+    monkeypatch.setattr(cpu, "memory_left", lambda: needed - 1)
+    with pytest.raises(ValueError, match=rf"{length} tokens .* takes {needed / 1e9:.1f} GB"):
+        model.start(prompt)
+    monkeypatch.setattr(cpu, "memory_left", lambda: needed)
+    cpu.check_memory(4, 2048, length)
+
+
+def test_the_memory_that_is_left(monkeypatch):
+    physical = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    assert 0 < cpu.memory_left() <= physical
+    limit = [2**60]
+    monkeypatch.setattr("resource.getrlimit", lambda kind: (limit[0], 2**62))
+    before = cpu.memory_left()
+    limit[0] = 2**40
+    assert cpu.memory_left() <= before
+    limit[0] = 10**6  # less than this process has
+    assert cpu.memory_left() < 10**6 + mx.get_cache_memory()
