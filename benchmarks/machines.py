@@ -12,7 +12,6 @@ from start import ROOT, command
 
 # isort: split
 import argparse
-import json
 import sys
 
 SIZES = {  # d_model, heads * d_kv, d_ff, layers
@@ -47,20 +46,6 @@ def count_bytes():
     return sum(sent), 3 * t5.config.d_model * 4 * t5.config.num_decoder_layers
 
 
-def write_random(folder, size="t5-small"):
-    """A checkpoint of random weights, with the tokenizer of the demo."""
-    import shutil
-
-    import widen
-    from mlx.core import array, save_safetensors
-
-    shutil.copytree(widen.DEMO, folder)
-    config = json.loads((folder / "config.json").read_text()) | widen.SIZES[size]
-    (folder / "config.json").write_text(json.dumps(config))
-    weights = {name: array(weight) for name, weight in widen.random_weights(config).items()}
-    save_safetensors(str(folder / "model.safetensors"), weights, {"format": "pt"})
-
-
 def print_memory(folder):
     """Of a rank, what it holds of the model and the most that MLX held while it was loaded."""
     sys.path.insert(0, str(ROOT))
@@ -91,7 +76,11 @@ def main():
         default=2,
         help="of a weight (2: bfloat16)",
     )
+    parser.add_argument("--memory", metavar="FOLDER", help="with mlx.launch: what a rank holds")
     arguments = command.parse(parser)
+    if arguments.memory:
+        print_memory(arguments.memory)
+        return
     print(
         "sent by a rank for a token, demo model: {} bytes counted, {} computed".format(
             *count_bytes()
