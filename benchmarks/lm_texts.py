@@ -2,6 +2,7 @@
 
     python benchmarks/lm_texts.py            # pip install mlx-lm; some minutes on two cores
     python benchmarks/lm_texts.py --memory   # of reading a prompt of 10,000 tokens
+    python benchmarks/lm_texts.py --rows     # of a pass that have the bits of a pass over one
 
 As divergence.py for T5s: random weights, and a head whose rows come in pairs that differ by about
 the rounding error, so that near ties abound. Prompts have 2 to 400 tokens, texts 20; every prompt
@@ -89,11 +90,34 @@ def measure_memory():
         print(f"| {piece:,} | {(mx.get_peak_memory() - before) / 1e6:,.0f} |", flush=True)
 
 
+def measure_rows():
+    """Prints how many rows of a wide pass have the bits that they have alone."""
+    print("| size of a head | tokens before | in a pass over 8 | over 25 |\n|---|---|---|---|")
+    for size in 32, 128:
+        SIZES["head_dim"] = size
+        target = adapt(make_model("qwen3"), "as loaded")
+        for before in 100, 200, 300, 500, 700, 900, 1500:
+            tokens = mx.random.randint(3, VOCAB, (before + 25,), key=mx.random.key(before))
+            cells = []
+            for width in 8, 25:
+                cache, _ = target.start(tokens[: before + 1])
+                whole = target.decode(tokens[before : before + width], cache)
+                cache, _ = target.start(tokens[: before + 1])
+                rows = [target.decode(tokens[before + i, None], cache)[0] for i in range(width)]
+                same = sum(mx.array_equal(a, b).item() for a, b in zip(rows, whole, strict=True))
+                cells.append(f"{same} of {width}")
+            print(f"| {size} | {before:,} | {' | '.join(cells)} |", flush=True)
+
+
 def main():
     parser = argparse.ArgumentParser(description="Texts that differ with and without drafts.")
     parser.add_argument("--prompts", type=command.between(1), default=100, help="How many (100).")
     parser.add_argument("--memory", action="store_true", help="Of reading a long prompt.")
+    parser.add_argument("--rows", action="store_true", help="Rows that keep their bits.")
     options = command.parse(parser)
+    if options.rows:
+        measure_rows()
+        return
     if options.memory:
         measure_memory()
         return
