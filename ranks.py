@@ -12,6 +12,7 @@ import socket
 import stat
 import sys
 import threading
+from pathlib import Path
 
 NUMBERS = "MLX_RANK", "OMPI_COMM_WORLD_RANK", "PMI_RANK"  # mlx.launch's, Open MPI's, MPICH's
 SAMPLES, SAMPLE = 256, 4096  # of a file: how many, bytes of each
@@ -28,8 +29,8 @@ def number():
 def join():
     """The group of all ranks, or None. ValueError where they do not find each other."""
     hosts = os.environ.get("MLX_HOSTFILE")
-    if number() is None or (hosts and os.path.isfile(hosts) and not os.path.getsize(hosts)):
-        return None  # mlx.launch -n 1 writes an empty file
+    if number() is None or (hosts and not Path(hosts).read_text().strip()):
+        return None  # mlx.launch -n 1 names nobody
     import mlx.core as mx
 
     before = connections()

@@ -245,7 +245,7 @@ def test_a_message_that_is_another_one_is_a_lost_connection(monkeypatch):
 
 
 def test_one_rank_of_mlx_launch(tmp_path, monkeypatch):
-    (tmp_path / "hosts").write_text("")
+    (tmp_path / "hosts").write_text("\n")
     monkeypatch.setenv("MLX_HOSTFILE", str(tmp_path / "hosts"))
     monkeypatch.setenv("MLX_RANK", "0")
     assert ranks.join() is None
