@@ -168,7 +168,8 @@ class BlockLinear(nn.Module):
 
     def __call__(self, x):
         *outer, _ = x.shape
-        x, blocks = x.astype(mx.float32).reshape(-1, self.columns), self.blocks
+        x = x.astype(mx.float32).reshape(math.prod(outer), self.columns)
+        blocks = self.blocks
         if len(x) > FEW and len(blocks) > len(streams()):  # worth a copy without gaps
             blocks = blocks.transpose(1, 2, 0, 3).reshape(1, 1, -1, blocks.shape[3] * len(blocks))
         y = multiply(x, blocks, self.alone and len(x) <= FEW)
@@ -201,23 +202,25 @@ def multiply(x, blocks, alone=False):
     _, pieces, depth, _ = blocks.shape
     if x.shape[1] < pieces * depth:
         x = mx.pad(x, [(0, 0), (0, pieces * depth - x.shape[1])])
-    count = min(used_streams(len(x), blocks), len(blocks))
-    x = mx.contiguous(x.reshape(len(x), pieces, depth).swapaxes(0, 1))
+    if pieces > 1:
+        x = mx.contiguous(x.reshape(len(x), pieces, depth).swapaxes(0, 1))
+    count = min(used_streams(x.shape[-2], blocks), len(blocks))
     share, parts = math.ceil(len(blocks) / count), []
     for i, stream in enumerate(streams()[:count]):
         part = blocks if count == 1 else blocks[i * share : (i + 1) * share]
         parts.append(product(x, part, alone, stream))
-    y = parts[0] if count == 1 else mx.concatenate(parts, axis=2 if share == 1 else 0)
-    return y.swapaxes(0, 1).reshape(y.shape[1], -1)
+    y = parts[0] if count == 1 else mx.concatenate(parts, axis=3 if share == 1 else 0)
+    return y.transpose(1, 2, 0, 3).reshape(y.shape[2], -1)
 
 
 def product(x, blocks, alone, stream=None):
-    """x (P, L, depth), blocks (B, P, depth, width) -> (B, L, width)"""
+    """x (P, L, depth), or for one piece (L, depth), blocks (B, P, depth, width) ->
+    (B, 1, L, width)"""
     if alone:
-        y = mx.matmul(x[:, :, None], blocks[:, :, None], stream=stream).squeeze(3)
+        y = mx.matmul(x[..., None, :], blocks[:, :, None], stream=stream).squeeze(3)
     else:
         y = mx.matmul(x, blocks, stream=stream)
-    return y.squeeze(1) if len(x) == 1 else y.sum(axis=1, stream=stream)
+    return y if blocks.shape[1] == 1 else y.sum(axis=1, keepdims=True, stream=stream)
 
 
 @functools.cache
@@ -374,13 +377,14 @@ def attend_heads(q, keys, values, mask, alone):
         scores = q @ keys + mask
     p = exp(scores - scores.max(axis=-1, keepdims=True))
     total = p.sum(axis=-1, keepdims=True)
-    p = p.reshape(heads, rows, pieces, -1).swapaxes(1, 2)
-    values = values.reshape(heads, pieces, -1, d_kv)
+    if pieces > 1 or alone:
+        p = p.reshape(heads, rows, pieces, -1).swapaxes(1, 2)
+        values = values.reshape(heads, pieces, -1, d_kv)
     if alone:
         y = (p[..., None, :] @ values[:, :, None]).squeeze(3)
     else:
         y = p @ values
-    y = y.squeeze(1) if pieces == 1 else y.sum(axis=1)
+    y = y.sum(axis=1) if y.ndim == 4 else y
     return y / total
 
 
@@ -504,10 +508,11 @@ class RMSNorm(nn.Module):
     def __init__(self, weight, eps):
         super().__init__()
         columns = len(weight)
-        self.weight, self.eps = weight.astype(mx.float32) * columns**0.5, eps * columns
+        self.weight = weight[None].astype(mx.float32) * columns**0.5
+        self._eps = mx.array([[eps * columns]])
 
     def __call__(self, x):
-        return x * mx.rsqrt((x * x).sum(axis=-1, keepdims=True) + self.eps) * self.weight
+        return x * mx.rsqrt((x * x).sum(axis=-1, keepdims=True) + self._eps) * self.weight
 
 
 def prepare(model, few=lambda path, module: isinstance(module, nn.Linear)):
