@@ -47,6 +47,9 @@ def write(source: Path, out: Path, size: str):
     if size not in SIZES:
         raise ValueError(f"size is {size!r}: it must be one of {', '.join(SIZES)}")
     config = json.loads((source / "config.json").read_text())
+    needed = *NAMES, "layer_norm_epsilon", "pad_token_id", "is_gated_act", "tie_word_embeddings"
+    if missing := [name for name in needed if name not in config]:
+        raise ValueError(f"{source}: config.json lacks {', '.join(missing)}")
     new = {**config, **SIZES[size], "_name_or_path": size}
     if size == "flan-t5-base":
         new |= {"feed_forward_proj": "gated-gelu", "dense_act_fn": "gelu_new", "is_gated_act": True}
@@ -76,7 +79,9 @@ def widen(tensors, old, new):
     result = {}
     for name, tensor in tensors.items():
         tensor = pad(name, tensor.astype(np.float32), old, new)
-        cancels = name == "decoder.final_layer_norm.weight" and old["scale_decoder_outputs"]
+        cancels = name == "decoder.final_layer_norm.weight" and old.get(
+            "scale_decoder_outputs", True
+        )
         if "layer_norm" in name and not cancels:
             tensor = tensor * np.float32(shrink**0.5)
         result[name] = tensor

@@ -447,6 +447,17 @@ def test_many_prompts(fake):
     assert prompts == [ids("one"), ids("tw\u2028o"), ids("three")]
 
 
+@pytest.mark.parametrize("content", ["", "\n", " \n\n"])
+def test_no_prompts(fake, content):
+    (fake.folder / "in.jsonl").write_text(content)
+    for result in (
+        fake("--prompts-file", "in.jsonl"),
+        fake("--prompts-file", "-", stdin=content.encode()),
+    ):
+        assert (result.returncode, result.out) == (0, "")
+        assert re.fullmatch("note: (in.jsonl|-) has no prompts in it\n", result.err)
+
+
 def test_a_terminal_of_few_characters(fake):
     result = fake(TEXT="aé😀", PYTHONIOENCODING="ascii")
     assert (result.returncode, result.out) == (0, "a??\n")

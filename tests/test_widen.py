@@ -92,6 +92,9 @@ def test_added_layers_do_their_work(wide):
 def test_sizes_that_cannot_be_made_are_refused(tmp_path):
     with pytest.raises(ValueError, match="size is 't5-huge'"):
         widen.write(DEMO, tmp_path / "out", "t5-huge")
+    (tmp_path / "config.json").write_text('{"d_model": 128}')
+    with pytest.raises(ValueError, match="config.json lacks num_heads, d_kv, "):
+        widen.write(tmp_path, tmp_path / "out", "odd")
     widen.SIZES["narrow"] = ODD | {"d_ff": 64}
     with pytest.raises(ValueError, match="smaller than .* in d_ff"):
         widen.write(DEMO, tmp_path / "out", "narrow")

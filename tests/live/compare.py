@@ -7,12 +7,19 @@ logits of a text of 300 tokens after a prompt of 150, fed at once and one by one
 text with plain decoding, prompt lookup and a draft model (the model itself).
 """
 
-import argparse
 import sys
-import tempfile
 from pathlib import Path
 
 sys.path[:0] = [str(Path(__file__).parents[2]), str(Path(__file__).parents[1])]
+
+import command  # noqa: E402
+
+if __name__ == "__main__":
+    command.begin(tidy=True)
+
+import argparse  # noqa: E402
+import os  # noqa: E402
+import tempfile  # noqa: E402
 
 import mlx.core as mx  # noqa: E402
 import numpy as np  # noqa: E402
@@ -51,19 +58,22 @@ def compare(name, folder, seed):
 
 def main():
     parser = argparse.ArgumentParser(description="Compare every kind of T5 with transformers.")
-    parser.add_argument("--seed", type=int, default=1, help="Of the random weights and tokens.")
-    seed = parser.parse_args().seed
+    parser.add_argument(
+        "--seed", type=command.between(0), default=1, help="Of the weights and tokens (1)."
+    )
+    seed = command.parse(parser).seed
     print("| family | largest logit difference / std | same argmax | same greedy texts |")
     print("|---|---|---|---|")
     right = True
-    with tempfile.TemporaryDirectory() as folder:
+    with command.folder(Path(tempfile.gettempdir(), f"t5-{os.urandom(4).hex()}")) as folder:
         for name in FAMILIES:
-            difference, *same = compare(name, Path(folder) / name, seed)
+            difference, *same = compare(name, folder / name, seed)
             words = ["yes" if s else "NO" for s in same]
             print(f"| {name} | {difference:.1e} | {' | '.join(words)} |", flush=True)
             right = right and difference < 1e-4 and all(same)
-    return 0 if right else 1
+    if not right:
+        raise ValueError("not all families are as in transformers")
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(command.run("compare.py", main))
