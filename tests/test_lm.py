@@ -421,10 +421,12 @@ def test_streamed_text_is_mlx_lms(make, tmp_path):
     assert split > 20
 
 
-def test_the_readme_quotes_the_adapter():
+def test_the_readme_quotes_the_adapter_and_shows_its_use(capsys):
     section = (ROOT / "README.md").read_text().partition("\n## Your own MLX model")[2]
     blocks = section.split("```python\n")[1:]
     quoted = next(b.partition("```")[0] for b in blocks if "class Adapter" in b)
     imports, code = re.split(r"\n\n", quoted, maxsplit=1)
     source = (ROOT / "lm.py").read_text()
     assert code.strip() in source and set(imports.split("\n")) <= set(source.split("\n"))
+    exec("".join(block.partition("```")[0] for block in blocks), {})
+    assert len(json.loads(capsys.readouterr().out)) == 20
