@@ -52,7 +52,7 @@ if len(sys.argv) > 2:
     sys.path.append("benchmarks")
     import divergence
     prompts = divergence.make_prompts(int(sys.argv[2]))
-    found["differing"] = divergence.measure(model, None, prompts, 1, 20)
+    found["differing"] = divergence.measure(model, None, prompts, None, 20)
 if not ranks.number():
     print(json.dumps(found))
 ranks.leave(group)
