@@ -139,6 +139,8 @@ def odd_command_line(rng, folder):
 def run(argv, folder):
     """main(argv) in a process of its own -> its status, what it wrote, the most memory it had."""
     import prompt_lookup  # noqa: F401
+
+    os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")  # as main.py has it
     from transformers import AutoTokenizer, T5Tokenizer  # noqa: F401
 
     import main
