@@ -215,6 +215,10 @@ def load_tokenizer(folder, vocab_size):
     os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")  # it misses PyTorch, we do not
     from transformers import AutoTokenizer
 
+    file = folder / "tokenizer_config.json"
+    more = read_json(file).get("extra_ids") if file.exists() else 0  # transformers makes a list
+    if isinstance(more, int) and more > vocab_size:
+        raise ValueError(f"the tokenizer has {more} extra_ids, the model only {vocab_size} ids")
     with one_line("the tokenizer cannot be loaded"):
         tokenizer = AutoTokenizer.from_pretrained(
             str(folder), local_files_only=True, trust_remote_code=False

@@ -278,6 +278,8 @@ def index_elsewhere(folder):
         ("t5-v1.1", config(vocab_size=2**29), "disagree"),
         ("t5-v1.1", tokenizer(model_max_length="512"), "the tokenizer does not work"),
         ("byt5", tokenizer(model_max_length="512"), "the tokenizer does not work"),
+        ("t5-v1.1", tokenizer(extra_ids=2**63), "9223372036854775808 extra_ids"),
+        ("byt5", tokenizer(extra_ids=2 * 10**9), "2000000000 extra_ids"),
         ("odd-sizes", tokenizer(model_max_length=[]), "the tokenizer"),
         ("t5-v1.1", config(quantization={"bits": 3, "group_size": 64}), "quantization"),
         ("byt5", config(vocab_size=383), r"\(384, 32\)"),
