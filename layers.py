@@ -126,8 +126,8 @@ class RelativeBias(nn.Embedding):
         super().__init__(config.relative_attention_num_buckets, config.num_heads)
         self.bidirectional = bidirectional
         self.max_distance = config.relative_attention_max_distance
-        self._reach = -1
-        self._table: Any = None  # of all distances from -_reach on, in the decoder
+        self._reach, self._of = -1, None
+        self._table: Any = None  # of all distances from -_reach on, in the decoder; made _of weight
 
     def buckets(self, distance):
         """The bucket of each distance = key position - query position, numpy integers (N,)."""
@@ -159,8 +159,9 @@ class RelativeBias(nn.Embedding):
         if self.bidirectional or self.training:
             row = self.row(first, last)
         else:
-            if self._reach < -first or self._table.shape[1] < self._reach + last:
-                self._reach = 4 * max(keys, STEP)  # more than is needed now
+            enough = self._reach >= -first and self._table.shape[1] >= self._reach + last
+            if not enough or self._of is not self.weight:
+                self._reach, self._of = 4 * max(keys, STEP), self.weight  # more than is needed now
                 self._table = self.row(-self._reach, keys + STEP)
                 mx.eval(self._table)
             row = self._table[:, self._reach + first : self._reach + last]

@@ -65,7 +65,8 @@ class T5(nn.Module):
     def start(self, prompt):
         """Encode the prompt: (S,) integer ids -> an empty Cache, the first token to feed (1,).
 
-        Equal prompts, one after another, are encoded once, but in training.
+        Equal prompts, one after another, are encoded once, but in training. A parameter that was
+        given another array is noticed, an array that was changed in place is not: `forget`.
         Raises ValueError for an empty prompt or an id beyond the embedding table.
         """
         prompt = mx.array(prompt)
@@ -95,7 +96,7 @@ class T5(nn.Module):
     def read_once(self, prompt, ids):
         """`read`, but where the prompt was the last one, too, with the same weights."""
         weights = [array for _, array in tree_flatten(self.parameters())]  # type: ignore
-        key = ids, [id(array) for array in weights], threading.get_ident()
+        key = ids, [id(array) for array in weights], threading.current_thread()
         last = self._last
         if last is None or last[0] != key:
             self._last = last = None  # two of them may not fit

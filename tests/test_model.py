@@ -417,12 +417,13 @@ from model import load
 import mlx.core as mx
 from prompt_lookup import PromptLookupDecoder
 model, tokenizer = load("demo/t5-demo")
-prompt = mx.array(tokenizer("replace cat with dog: The cat sat.").input_ids, mx.uint32)
+prompt = mx.array([*range(5, 40)], mx.uint32)
 texts = []
 def write():
-    texts.append([token.id for token in PromptLookupDecoder(model).stream(prompt, 20)])
-for _ in range(2):
-    thread = threading.Thread(target=write)
+    texts.append([token.id for token in PromptLookupDecoder(model, None).stream(prompt, 20)])
+# What a thread left unread has to be read again, also by a next one of the same number.
+for function in (lambda: model.start(prompt), write, write):
+    thread = threading.Thread(target=function)
     thread.start()
     thread.join()
 write()
@@ -475,6 +476,29 @@ def test_equal_prompts_are_encoded_once(model, monkeypatch):
     model.forget()
     first_logits(one)
     assert encoded == [one, other, one, one, one, one]
+
+
+@pytest.mark.parametrize("stack", ["encoder", "decoder"])
+def test_another_relative_bias_is_used_at_once(model, stack):
+    """Not what was computed from the old one: the same logits as of a model in training."""
+
+    def logits():
+        cache, start = model.start([5, 6, 7])
+        return model.decode(mx.concatenate([start, mx.array([5, 6, 7], mx.uint32)]), cache)
+
+    bias = getattr(model, stack).block[0].layer[0].SelfAttention.relative_attention_bias
+    before, first = bias.weight, logits()
+    try:
+        bias.weight = 1 - before
+        model.train()
+        wanted = logits()
+        model.eval()
+        assert mx.array_equal(logits(), wanted)
+        assert not mx.array_equal(wanted, first)
+    finally:
+        model.eval()
+        bias.weight = before
+    assert mx.array_equal(logits(), first)
 
 
 def test_training_lowers_the_loss():
