@@ -464,9 +464,8 @@ def memory_left():
 
 def check_memory(heads, queries, keys):
     """ValueError where the bias and the scores of `attend_whole` have no room."""
-    needed = (
-        4 * heads * queries * (2 * keys + queries)
-    )  # each row of the bias is cut from a longer one
+    # Each row of the bias is cut from a longer one.
+    needed = 4 * heads * queries * (2 * keys + queries)
     left = memory_left() if in_use() else math.inf
     if needed > left:
         has = f"there are {max(left, 0) / 1e9:.1f} GB"
@@ -484,7 +483,7 @@ class Activation(nn.Module):
         self.original = original
 
     def __call__(self, x):
-        if len(x) <= FEW or self.original.name in ("relu", "gelu"):
+        if self.training or len(x) <= FEW or self.original.name in ("relu", "gelu"):
             return self.original(x)
 
         def part(x):
@@ -543,5 +542,6 @@ def prepare(model, few=lambda path, module: isinstance(module, nn.Linear)):
 
     leaves = tree_map_with_path(swap, model.leaf_modules(), is_leaf=nn.Module.is_module)
     model.update_modules(leaves)
+    model.train(model.training)
     model.keys_and_values = KeysAndValues
     model.alpha = 0.1 if fast else 1.0

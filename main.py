@@ -59,7 +59,7 @@ def parse_arguments(argv=None):
     add("--prompt-file", metavar="FILE", help="a file with the prompt")
     add("--prompts-file", metavar="FILE", help='lines of {"prompt": TEXT}; one JSON result each')
     add = parser.add_argument_group("many prompts").add_argument
-    add("--output", metavar="PATH", help="append the results to FILE; what it has is skipped")
+    add("--output", metavar="PATH", help="append the results to PATH; what it has is skipped")
     add("--data-parallel", action="store_true", help="with mlx.launch: each process takes prompts")
     add = parser.add_argument_group("drafting").add_argument
     add("--draft-model", "--draft-model-name", metavar="M", help="a smaller model that drafts")

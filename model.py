@@ -57,9 +57,11 @@ class T5(nn.Module):
     def encode(self, prompt):
         """prompt (S,) token ids -> (S, d_model)"""
         x = self.embed(prompt)
+        # The CPU's leaves MLX's graph, so that it has no gradients.
+        memory = KeysAndValues if self.training else self.keys_and_values
         for block, bias in zip(self.encoder.block, self.encoder.biases(prompt.size), strict=True):
             attention, feed_forward = block.layer
-            x = feed_forward(attention(x, self.keys_and_values, None, None, bias))
+            x = feed_forward(attention(x, memory, None, None, bias))
         return self.encoder.final_layer_norm(x)
 
     def start(self, prompt):
