@@ -493,8 +493,8 @@ def test_another_relative_bias_is_used_at_once(model, stack):
         model.train()
         wanted = logits()
         model.eval()
-        assert mx.array_equal(logits(), wanted)
-        assert not mx.array_equal(wanted, first)
+        assert mx.allclose(logits(), wanted, rtol=1e-4, atol=1e-4)
+        assert not mx.allclose(wanted, first, atol=1e-2)
     finally:
         model.eval()
         bias.weight = before
