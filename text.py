@@ -76,7 +76,7 @@ def unknown(tokenizer, text):
 
 def unknown_line(tokenizer, lost):
     """The line that names at most ten of the lost characters; those that are but a space, last."""
-    lacks, spaces = "does not know {} ({} times)", "takes {} for a space ({} times)"
+    lacks, spaces = "does not know {} ({})", "takes {} for a space ({})"
     names: dict = {lacks: [], spaces: []}
     for character in dict.fromkeys(lost):
         is_space = tokenizer.encode(f"x{character}x") == tokenizer.encode("x x")
@@ -85,7 +85,8 @@ def unknown_line(tokenizer, lost):
     for what, characters in names.items():
         told = ", ".join(map(repr, characters[:room])) or "others"
         told += f" and {len(characters) - room} others" * (len(characters) > room > 0)
-        said += [what.format(told, sum(map(lost.count, characters)))] * bool(characters)
+        count = sum(map(lost.count, characters))
+        said += [what.format(told, f"{count} times" if count > 1 else "once")] * bool(characters)
         room -= min(room, len(characters))
     return f"note: in the texts, the tokenizer {', '.join(said)}"
 

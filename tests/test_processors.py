@@ -285,8 +285,8 @@ def test_unknown_characters():
     assert lost == ["{", "{", "\n", "\xad"]
     assert unknown(Tokenizer(), "a b") == []
     line = unknown_line(Tokenizer(), lost)
-    assert line.endswith(r" does not know '{', '\xad' (3 times), takes '\n' for a space (1 times)")
+    assert line.endswith(r" does not know '{', '\xad' (3 times), takes '\n' for a space (once)")
     line = unknown_line(Tokenizer(), ["\n"] * 40)  # a plain text of many lines
     assert line == r"note: in the texts, the tokenizer takes '\n' for a space (40 times)"
     line = unknown_line(Tokenizer(), [*"abcdefghijkl\n"])
-    assert "'j' and 2 others (12 times), takes others for a space (1 times)" in line
+    assert "'j' and 2 others (12 times), takes others for a space (once)" in line

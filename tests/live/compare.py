@@ -23,7 +23,6 @@ import tempfile  # noqa: E402
 
 import mlx.core as mx  # noqa: E402
 import numpy as np  # noqa: E402
-from make_golden import FAMILIES, make, reference  # noqa: E402
 
 from decoder import Decoder, SpeculativeDecoder  # noqa: E402
 from model import load  # noqa: E402
@@ -32,6 +31,8 @@ from prompt_lookup import PromptLookupDecoder  # noqa: E402
 
 def compare(name, folder, seed):
     """-> (largest difference of a logit in standard deviations, same argmax, same greedy texts)"""
+    from make_golden import make, reference
+
     make(name, folder, seed)
     said = reference(folder, seed, 300)
     model, _ = load(folder)
@@ -62,6 +63,10 @@ def main():
         "--seed", type=command.between(0), default=1, help="Of the weights and tokens (1)."
     )
     seed = command.parse(parser).seed
+    try:
+        from make_golden import FAMILIES
+    except ImportError as error:
+        raise ValueError(f"{error}: pip install torch") from None
     print("| family | largest logit difference / std | same argmax | same greedy texts |")
     print("|---|---|---|---|")
     right = True
